@@ -1,0 +1,17 @@
+"""The passes that come with hcx; each family is a folder."""
+
+from __future__ import annotations
+
+_HOME = {"Looped": "looped", "Exits": "exits"}
+__all__ = sorted(_HOME)
+
+
+def __getattr__(name: str):
+    """Import on first use."""
+    if name not in _HOME:
+        raise AttributeError(f"module 'hcx.passes' has no attribute {name!r}")
+    import importlib
+
+    value = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    globals()[name] = value
+    return value

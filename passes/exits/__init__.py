@@ -1,0 +1,5 @@
+"""Early exits."""
+
+from .exits import Exits
+
+__all__ = ["Exits"]

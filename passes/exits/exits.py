@@ -1,0 +1,197 @@
+"""Early exits in select form: every position leaves at the first exit that is sure enough.
+
+All heads are computed and the answer is selected, so rows never depend on each other and the graph stays static.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from math import ceil
+from typing import ClassVar, Literal
+
+import torch
+from torch import fx
+
+from hcx.rewrite.contracts import Contract, Exact, Structural
+from hcx.rewrite.dataflow import Dataflow, shape, value
+from hcx.rewrite.editor import Editor
+from hcx.rewrite.errors import UsageError
+from hcx.rewrite.finder import find
+from hcx.rewrite.passbase import Pass
+from hcx.rewrite.plan import PassPlan, Reason, Site, Skip
+from hcx.rewrite.program import Program
+from hcx.rewrite.sites import Stack
+
+from .heads import affine_view, classifier
+from .scores import SCORES
+
+NEVER = math.inf
+
+
+def fires(score: torch.Tensor, threshold: torch.Tensor) -> torch.Tensor:
+    """Whether a position leaves here: ``score >= threshold``; NaN never does."""
+    return score >= threshold
+
+
+def select(fire: torch.Tensor, early: torch.Tensor, late: torch.Tensor) -> torch.Tensor:
+    """The early value where a position leaves, else the late one; ``fire`` has the leading dimensions of both."""
+    return torch.where(fire.reshape(fire.shape + (1,) * (late.dim() - fire.dim())), early, late)
+
+
+@dataclass(frozen=True)
+class Exits(Pass):
+    """Insert exits after ``at`` blocks each.
+
+    Args:
+        at: numbers of blocks executed before each exit (indices into ``hidden_states``); default: two thirds and five
+            sixths of the depth.
+        head: ``shared`` reads the stream with the model's own final norm and head; ``affine`` translates it first;
+            ``classifier`` pools it and has weights of its own; ``auto`` is shared where that fits, else classifier.
+        score: ``max_prob`` or ``margin`` of the exit's softmax.
+        threshold: leave where the score reaches it; None never leaves, which keeps the function bitwise.
+        stack: label of the stack to read; default: the one the output is read from.
+    """
+
+    name: ClassVar[str] = "exits"
+    rank: ClassVar[int | None] = 40
+
+    at: tuple[int, ...] | None = None
+    head: Literal["auto", "shared", "affine", "classifier"] = "auto"
+    score: Literal["max_prob", "margin"] = "max_prob"
+    threshold: float | None = None
+    stack: str | None = None
+
+    def plan(self, program: Program) -> PassPlan:
+        """One site an exit; the ones whose head does not fit are skipped with the reason."""
+        plan = self.new_plan(sites=[])
+        sites = find(program)
+        stack = sites.stack(self.stack)
+        if stack is None:
+            if self.stack is not None and sites.stacks:
+                raise UsageError(f"there is no stack `{self.stack}`", where="stack", hint="stacks: " + ", ".join(s.label for s in sites.stacks))
+            plan.skips.append(Skip("model", Reason.NO_STREAM, "neither a residual stream nor stages between cut vertices"))
+            return plan
+        places = self.at if self.at is not None else default_places(stack.depth)
+        if not places:
+            plan.skips.append(Skip(stack.label, Reason.NO_BLOCKS, f"{stack.label} has only {stack.depth} block(s)"))
+            return plan
+        wrong = [k for k in places if not 0 < k < stack.depth]
+        if wrong:
+            raise UsageError(f"exit after {wrong[0]} blocks: {stack.label} has {stack.depth}", where="at", hint=f"0 < at < {stack.depth}")
+        head = self._head(program, stack, places, plan)
+        for k in sorted(set(places)):
+            node = stack.boundary(k).node
+            if head != "classifier" and not self._fits(stack, node):
+                plan.skips.append(Skip(f"{stack.label}@{k}", Reason.HEAD_SHAPE, f"the stream is {_text(node)} here and {_text(stack.boundaries[-1].node)} at the readout"))
+                continue
+            detail = {"stack": stack.label, "at": k, "head": head, "score": self.score, "threshold": self.threshold}
+            plan.sites.append(Site(f"{stack.label}@{k}", "exit", detail))
+        width = value(stack.boundaries[-1].node).shape[-1]
+        plan.estimate = {"heads": len(plan.sites), "new parameters": len(plan.sites) * (int(width) * (int(width) + 1) if head == "affine" else 0)}
+        return plan
+
+    def _head(self, program: Program, stack: Stack, places: tuple[int, ...], plan: PassPlan) -> str:
+        if self.head != "auto":
+            return self.head
+        if stack.residual and all(self._fits(stack, stack.boundary(k).node) for k in places):
+            return "shared"
+        plan.notes.append("head=auto became classifier: the model's own head does not read the stream at these places; train it through its tap")
+        return "classifier"
+
+    @staticmethod
+    def _fits(stack: Stack, node: fx.Node) -> bool:
+        return shape(node) == shape(stack.boundaries[-1].node) and value(node).dtype == value(stack.boundaries[-1].node).dtype
+
+    def apply(self, program: Program, plan: PassPlan, editor: Editor) -> None:
+        """Insert heads, scores and the selection; taps carry each exit's logits and score, and the depth taken."""
+        if not plan.sites:
+            return
+        exits = [_Inserted(editor, program, site.detail) for site in plan.sites]
+        first = plan.sites[0].detail
+        stack = find(program).stack(first["stack"])
+        if any(s.detail["head"] == "classifier" for s in plan.sites):
+            answer = program.graph.output_node().args[0][0]
+            candidates = [e.logits for e in exits]
+        else:
+            answer = stack.boundaries[-1].node
+            candidates = [e.view for e in exits]
+        readers = _readers(program, stack, answer)
+        with editor.after(max([answer, *(e.fire for e in exits)]), role="select"):
+            chosen, depth = answer, None
+            for entry, candidate in reversed(list(zip(exits, candidates, strict=True))):
+                chosen = editor.inline(select, entry.fire, candidate, chosen)
+                depth = editor.inline(_depth_of(entry.at, stack.depth), entry.fire, *([depth] if depth is not None else []))
+        editor.redirect(answer, chosen, only=readers.__contains__)
+        for entry in exits:
+            editor.tap(f"exits.{entry.at}.logits", entry.logits)
+            editor.tap(f"exits.{entry.at}.score", entry.score)
+        editor.tap("exits.depth", depth)
+
+    def preserves(self, program: Program, plan: PassPlan) -> Contract:
+        """Exact while no exit can fire."""
+        return Exact() if all(s.detail["threshold"] is None for s in plan.sites or ()) else Structural()
+
+    def perturbed(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Thresholds go to -1: every position must then leave."""
+        return torch.full_like(tensor, -1.0) if name.endswith("threshold") else super().perturbed(name, tensor)
+
+
+def default_places(depth: int) -> tuple[int, ...]:
+    """Two thirds and five sixths of the depth, where these are blocks before the last."""
+    return tuple(sorted({k for k in (ceil(2 * depth / 3), ceil(5 * depth / 6)) if 0 < k < depth}))
+
+
+class _Inserted:
+    """Head, score and decision of one exit in the graph."""
+
+    def __init__(self, editor: Editor, program: Program, detail: dict):
+        self.at = detail["at"]
+        stack = find(program).stack(detail["stack"])
+        stream = stack.boundary(self.at).node
+        answer = program.graph.output_node().args[0][0]
+        end = stack.boundaries[-1].node
+        with editor.after(max(stream, end, answer), role="head", site=f"{stack.label}@{self.at}"):
+            if detail["head"] == "classifier":
+                self.view = stream
+                self.logits = classifier(editor, str(self.at), stream, int(value(answer).shape[-1]))
+            else:
+                self.view = affine_view(editor, str(self.at), stream) if detail["head"] == "affine" else stream
+                self.logits = _readout(editor, program, end, answer, self.view)
+            threshold = NEVER if detail["threshold"] is None else detail["threshold"]
+            limit = editor.buffer(f"{self.at}.threshold", torch.full((1,), threshold, dtype=torch.float32, device=value(stream).device))
+            self.score = editor.inline(SCORES[detail["score"]], self.logits)
+            self.fire = editor.inline(fires, self.score, limit)
+
+
+def _readout(editor: Editor, program: Program, end: fx.Node, answer: fx.Node, view: fx.Node) -> fx.Node:
+    """The model's own way from the last boundary to its first output, applied to another value."""
+    if answer is end:
+        return view
+    nodes = Dataflow(program.graph).between(end, answer)
+    return editor.clone(nodes, {end: view}, role="head")[answer]
+
+
+def _readers(program: Program, stack: Stack, answer: fx.Node) -> set[fx.Node]:
+    """Who reads the selected value: everything that read the answer, except heads of exits, and except the output of
+    all hidden states."""
+    output = program.graph.output_node()
+    readers = {u for u in answer.users if u.meta.get("custom", {}).get("hcx", {}).get("role") not in ("head", "select")}
+    outputs = set(output.args[0])
+    if answer is stack.boundaries[-1].node and answer is not output.args[0][0] and any(b.node in outputs for b in stack.boundaries[:-1]):
+        readers.discard(output)
+    return readers
+
+
+def _depth_of(at: int, full: int):
+    """Blocks executed: ``at`` where this exit fires first, else what later exits say."""
+
+    def depth(fire: torch.Tensor, later: torch.Tensor | None = None) -> torch.Tensor:
+        rest = torch.full_like(fire, full, dtype=torch.int64) if later is None else later
+        return torch.where(fire, torch.full_like(rest, at), rest)
+
+    return depth
+
+
+def _text(node: fx.Node) -> str:
+    return str([str(s) for s in value(node).shape]).replace("'", "")

@@ -1,0 +1,125 @@
+"""Applying a pipeline, checking it, and refusing what fails."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+
+from . import contracts
+from .contracts import Contract, Exact
+from .errors import ContractError
+from .liveness import check_live
+from .passbase import Pass
+from .pipeline import fingerprint, fork, require_match, walk
+from .plan import PassPlan, Plan
+from .program import Program
+from .verification import (
+    Check,
+    check_base_untouched,
+    check_contract,
+    check_decode,
+    check_grad_mode,
+    check_not_vacuous,
+    check_source,
+    is_meta,
+    outputs,
+)
+
+Progress = Callable[[str], None]
+
+
+def rewrite(program: Program, what: Any, *, check: bool = True, allow_partial: bool = False, progress: Progress | None = None) -> Program:
+    """A new Program with the passes applied; the given one is not changed.
+
+    Args:
+        what: pipeline string, pass objects, or a :class:`~hcx.rewrite.plan.Plan`.
+        check: run the checks; without them the history says that they are owed.
+        allow_partial: accept passes that skip more than half of their sites.
+        progress: called with a line of text before each longer step.
+
+    Raises:
+        UsageError, PlanError: a pipeline that cannot be meant.
+        NoMatchError: a pass found nothing, or too little.
+        ContractError: a check failed; nothing is returned.
+    """
+    say = progress or (lambda text: None)
+    new = fork(program)
+    base_print = fingerprint(program)
+    checker = _Checker(program, say) if check and not is_meta(program) else None
+    entries: list[dict[str, Any]] = []
+
+    def seen(step: Pass, plan: PassPlan, editor: Any) -> None:
+        require_match(step, plan, allow_partial)
+        contract = step.preserves(new, plan)
+        number = f"{step.name}_{editor.number}"
+        entry = {"pass": step.name, "pipeline": str(step), "plan": Plan([plan], base_print).to_json(), "contract": contracts.to_json(contract),
+                 "counts": dict(editor.counts), "checks": [], "owed": checker is None}
+        if checker is not None:
+            say(f"checking {step.name}")
+            entry["checks"] = [c.to_json() for c in checker.step(new, step, contract, number)]
+        new.history[-1] = entry
+        entries.append(entry)
+
+    say("planning and applying")
+    walk(new, what, seen)
+    new._adopt(copy.deepcopy(new._root))
+    new._forget_compiled()
+    if checker is not None:
+        say("checking the whole pipeline")
+        entries[-1]["checks"] += [c.to_json() for c in checker.whole(new, [contracts.from_json(e["contract"]) for e in new.history])]
+    return new
+
+
+class _Checker:
+    """Runs the checks of a pipeline over one set of inputs."""
+
+    def __init__(self, base: Program, say: Progress):
+        self.base, self.say = base, say
+        self.inputs = base.check_inputs(3)
+        self.before = outputs(base, self.inputs)
+
+    def step(self, program: Program, step: Pass, contract: Contract, number: str) -> list[Check]:
+        """After one pass: its contract against the program before it, not vacuous, live."""
+        after = outputs(program, self.inputs)
+        checks: list[Check | None] = [check_contract(contract, after, self.before, f"contract of {step.name}"),
+                                      check_not_vacuous(program, step, number, self.inputs[0]),
+                                      check_live(program, self.inputs[0], f"hcx.{number}.")]
+        self.before = after
+        return _required(checks, may_fail={"live gradients"})
+
+    def whole(self, program: Program, promised: list[Contract]) -> list[Check]:
+        """After the pipeline: against eager, with gradients, through the cache, and the base tensors."""
+        after = self.before
+        weakest = next((c for c in promised if not isinstance(c, Exact)), Exact())
+        checks = [check_source(program, weakest, self.inputs, after), check_grad_mode(program, self.inputs, after),
+                  check_decode(program, self.inputs[0]), check_base_untouched(program, self.base)]
+        return _required(checks)
+
+
+def _required(checks: list[Check | None], may_fail: frozenset | set = frozenset()) -> list[Check]:
+    done = [c for c in checks if c is not None]
+    for check in done:
+        if not check.holds and check.name not in may_fail:
+            raise ContractError(f"a check failed: {check}", hint="nothing was written; this is a bug of the pass or a model it does not fit")
+    return done
+
+
+def verify_again(program: Program, progress: Progress | None = None) -> list[Check]:
+    """Run what can be run without the model before the rewrite: the checks of ``hcx verify`` on a loaded Program.
+
+    Returns:
+        every check, failed ones included.
+    """
+    say = progress or (lambda text: None)
+    inputs = program.check_inputs(3)
+    say("running the program")
+    got = outputs(program, inputs)
+    checks: list[Check | None] = [check_grad_mode(program, inputs, got), check_decode(program, inputs[0])]
+    if program.reference is not None:
+        promised = [contracts.from_json(e["contract"]) for e in program.history]
+        checks.append(check_source(program, next((c for c in promised if not isinstance(c, Exact)), Exact()), inputs, got))
+    return [c for c in checks if c is not None]
+
+

@@ -1,0 +1,258 @@
+"""All changes to a graph go through here: provenance, metadata and counts come with them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from .normalize import rename
+from .program import Program
+from .signature import CACHE, InputSpec, tensor_indices
+from .values import fake_mode_of
+
+
+class Editor:
+    """Edits the graph of one Program on behalf of one pass.
+
+    Every node made here carries the module stack of its anchor, an entry for the pass, and ``meta["custom"]["hcx"]``.
+
+    Attributes:
+        program: the Program being changed; it belongs to the driver, never to the caller.
+        counts: number of inserted and cloned nodes and of redirected uses.
+    """
+
+    def __init__(self, program: Program, pass_name: str, number: int):
+        self.program, self.pass_name, self.number = program, pass_name, number
+        self.graph = program.graph
+        self.fake_mode = fake_mode_of(program)
+        self.counts = {"inserted": 0, "cloned": 0, "redirected": 0}
+        self._anchor: fx.Node | None = None
+        self._tag: dict[str, Any] = {}
+        self._tensors: dict[str, fx.Node] = {}
+
+    # ---- where and as what
+
+    @contextlib.contextmanager
+    def after(self, node: fx.Node, **tag: Any):
+        """Insert what follows right after a node; ``tag`` is recorded on every inserted node."""
+        with self._insert(self.graph.inserting_before(node.next), node, tag):
+            yield self
+
+    @contextlib.contextmanager
+    def before(self, node: fx.Node, **tag: Any):
+        """Insert what follows right before a node."""
+        with self._insert(self.graph.inserting_before(node), node, tag):
+            yield self
+
+    @contextlib.contextmanager
+    def _insert(self, point, node: fx.Node, tag: dict[str, Any]):
+        saved = self._anchor, self._tag
+        self._anchor, self._tag = node, tag
+        try:
+            with point:
+                yield
+        finally:
+            self._anchor, self._tag = saved
+
+    # ---- inserting
+
+    def call(self, op: Callable, *args: Any, **kwargs: Any) -> fx.Node:
+        """Insert one op; its shape and dtype are computed."""
+        node = self.graph.call_function(op, args, kwargs)
+        unpacked = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+        with self.fake_mode, torch.no_grad():
+            node.meta["val"] = op(*unpacked[0], **unpacked[1])
+        self._mark(node)
+        self.counts["inserted"] += 1
+        return node
+
+    def inline(self, function: Callable, *nodes: fx.Node) -> Any:
+        """Insert a plain torch function of some values as ATen ops.
+
+        The equations of a family are written once as functions, tested eagerly, and end up in the graph through here.
+
+        Args:
+            function: takes one tensor a node, returns a tensor or a tuple of tensors.
+
+        Returns:
+            a node, or a tuple of nodes.
+        """
+        values = [n.meta["val"] for n in nodes]
+        with self.fake_mode, torch.no_grad():
+            traced = make_fx(lambda *tensors: function(*tensors), tracing_mode="real", pre_dispatch=True, _allow_non_fake_inputs=True)(*values)
+        mapping = dict(zip((n for n in traced.graph.nodes if n.op == "placeholder"), nodes, strict=True))
+        result: Any = None
+        for node in traced.graph.nodes:
+            if node.op == "output":
+                result = fx.map_arg(node.args[0], mapping.__getitem__)
+            elif node.op == "get_attr":
+                mapping[node] = self.constant(f"{node.target}", getattr(traced, node.target))
+            elif node.op != "placeholder":
+                mapping[node] = new = self.graph.node_copy(node, mapping.__getitem__)
+                new.meta = {"val": node.meta["val"]}
+                self._mark(new)
+                self.counts["inserted"] += 1
+        return tuple(result) if isinstance(result, list | tuple) else result
+
+    def clone(self, nodes: Iterable[fx.Node], mapping: dict[fx.Node, fx.Node], **tag: Any) -> dict[fx.Node, fx.Node]:
+        """Copy nodes at the current point with some operands replaced; parameters stay shared.
+
+        Args:
+            nodes: in graph order.
+            mapping: operand -> replacement, for values from outside; extended with the copies.
+        """
+        for node in nodes:
+            new = self.graph.node_copy(node, lambda n: mapping.get(n, n))
+            new.meta = {k: v for k, v in node.meta.items() if k != "custom"}
+            custom = dict(node.meta.get("custom", {}))
+            custom["hcx"] = {**custom.get("hcx", {}), "pass": self.pass_name, **tag}
+            new.meta["custom"] = custom
+            mapping[node] = new
+            self.counts["cloned"] += 1
+        return mapping
+
+    def _mark(self, node: fx.Node) -> None:
+        stack = dict(self._anchor.meta.get("nn_module_stack") or {}) if self._anchor is not None else {}
+        stack.setdefault("L__self__", ("", self.program.signature.model))
+        stack[f"hcx_{self.pass_name}_{self.number}"] = (f"hcx.{self.pass_name}_{self.number}", f"hcx.passes.{self.pass_name}")
+        node.meta["nn_module_stack"] = stack
+        node.meta["custom"] = {"hcx": {"pass": self.pass_name, **self._tag}}
+
+    # ---- tensors
+
+    def parameter(self, name: str, tensor: torch.Tensor) -> fx.Node:
+        """A new trainable parameter of the pass, named ``hcx.PASS_N.NAME``; the same name gives the same node."""
+        return self._tensor(name, torch.nn.Parameter(tensor), True)
+
+    def buffer(self, name: str, tensor: torch.Tensor) -> fx.Node:
+        """A new buffer of the pass (a threshold, a mask); saved with the model."""
+        return self._tensor(name, tensor, True)
+
+    def constant(self, name: str, tensor: torch.Tensor) -> fx.Node:
+        """A constant that is not part of the state dict."""
+        return self._tensor(f"constant.{len(self._tensors)}_{name.strip('_')}", tensor, False)
+
+    def _tensor(self, name: str, tensor: torch.Tensor, persistent: bool) -> fx.Node:
+        full = f"hcx.{self.pass_name}_{self.number}.{name}"
+        if full not in self._tensors:
+            self.program.set_tensor(full, tensor, added_by=self.pass_name, persistent=persistent)
+            self._tensors[full] = self._fetch(full, tensor)
+        return self._tensors[full]
+
+    def existing(self, name: str) -> fx.Node:
+        """The node that fetches a tensor the Program already has."""
+        node = next((n for n in self.graph.nodes if n.op == "get_attr" and n.target == name), None)
+        return node if node is not None else self._fetch(name, self.program.tensor(name))
+
+    def _fetch(self, name: str, tensor: torch.Tensor) -> fx.Node:
+        first = next(n for n in self.graph.nodes if n.op != "placeholder")
+        with self.graph.inserting_before(first):
+            node = self.graph.get_attr(name)
+        rename(self.graph, node, name)
+        with self.fake_mode:
+            node.meta["val"] = self.fake_mode.from_tensor(tensor, static_shapes=True)
+        self._mark(node)
+        return node
+
+    # ---- rewiring
+
+    def redirect(self, old: fx.Node, new: fx.Node, only: Callable[[fx.Node], bool] | None = None) -> int:
+        """Make users of one value read another; returns how many did."""
+        users = [u for u in old.users if u is not new and (only is None or only(u))]
+        for user in users:
+            user.replace_input_with(old, new)
+        self.counts["redirected"] += len(users)
+        return len(users)
+
+    def tap(self, name: str, node: fx.Node) -> None:
+        """Add an auxiliary output."""
+        output = self.graph.output_node()
+        output.args = ((*output.args[0], node),)
+        output.meta["taps"] = [*output.meta.get("taps", ()), name]
+
+    def add_cache_slots(self, inputs: list[fx.Node]) -> dict[fx.Node, fx.Node]:
+        """Extend the cache by copies of the slots that some placeholders belong to.
+
+        Args:
+            inputs: cache placeholders of whole slots (a layer's key and value).
+
+        Returns:
+            old placeholder -> new placeholder.
+        """
+        signature = self.program.signature
+        placeholders = [n for n in self.graph.nodes if n.op == "placeholder"]
+        indices = {placeholders.index(n): n for n in inputs}
+        mapping: dict[fx.Node, fx.Node] = {}
+        last = placeholders[-1]
+        for argument in signature.arguments:
+            for slot, siblings in list_items(argument.spec, set(indices)):
+                number = slot_number(signature.inputs)
+                renumbered: dict[int, int] = {}
+                for index in tensor_indices(slot):
+                    old = signature.inputs[index]
+                    node = self._new_placeholder(last, placeholders[index], f"{CACHE}.{number}.{old.name.rsplit('.', 1)[-1]}")
+                    renumbered[index] = len(signature.inputs)
+                    signature.inputs.append(InputSpec(node.meta["hcx_name"], old.dtype, old.shape, old.fill))
+                    mapping[placeholders[index]] = last = node
+                siblings.append(renumber(slot, renumbered))
+        return mapping
+
+    def _new_placeholder(self, last: fx.Node, like: fx.Node, name: str) -> fx.Node:
+        with self.graph.inserting_before(last.next):
+            node = self.graph.placeholder(name.replace(".", "_"))
+        rename(self.graph, node, name)
+        node.meta = {"val": like.meta["val"], "hcx_name": name}
+        return node
+
+    def add_cache_outputs(self, outputs: dict[fx.Node, fx.Node]) -> None:
+        """Return new cache slots beside existing ones.
+
+        Args:
+            outputs: for whole slots: node that is an output now -> node of the new slot.
+        """
+        structure = self.program.signature.outputs
+        output = self.graph.output_node()
+        flat = list(output.args[0])
+        count = len(structure.names)
+        wanted = {i for i, n in enumerate(flat[:count]) if n in outputs and structure.names[i].startswith("present.")}
+        added: list[fx.Node] = []
+        for slot, siblings in list_items(structure.spec, wanted):
+            number = 1 + max(int(n.split(".")[1]) for n in structure.names if n.startswith("present."))
+            renumbered: dict[int, int] = {}
+            for index in tensor_indices(slot):
+                renumbered[index] = len(structure.names)
+                structure.names.append(f"present.{number}.{structure.names[index].rsplit('.', 1)[-1]}")
+                added.append(outputs[flat[index]])
+            siblings.append(renumber(slot, renumbered))
+        output.args = (tuple([*flat[:count], *added, *flat[count:]]),)
+
+
+def list_items(spec: dict, wanted: set[int]) -> list[tuple[dict, list]]:
+    """(item, list it is in) of the innermost list items that hold some of the wanted tensors."""
+    found = []
+    for item in spec.get("items", ()):
+        inner = list_items(item, wanted)
+        if not inner and spec["kind"] in ("list", "tuple") and wanted & set(tensor_indices(item)) and item["kind"] != "tensor":
+            inner = [(item, spec["items"])]
+        found += inner
+    return found
+
+
+def slot_number(inputs: list[InputSpec]) -> int:
+    """Number of the next cache slot."""
+    return 1 + max(int(i.name.split(".")[1]) for i in inputs if i.fill == "empty")
+
+
+def renumber(spec: dict, mapping: dict[int, int]) -> dict:
+    """A structure description with other tensor indices."""
+    new = dict(spec)
+    if "index" in new:
+        new["index"] = mapping[new["index"]]
+    if "items" in new:
+        new["items"] = [renumber(s, mapping) for s in new["items"]]
+    return new

@@ -1,0 +1,77 @@
+"""Greedy decoding with a Program, through its cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from .errors import UsageError
+from .program import Program
+from .signature import CACHE, CallSignature
+
+Runner = Callable[[list[torch.Tensor]], list[torch.Tensor]]
+
+
+def greedy(program: Program, input_ids: torch.Tensor, steps: int, *, attention_mask: torch.Tensor | None = None,
+           stop: int | None = None) -> torch.Tensor:
+    """Prompt and ``steps`` greedy tokens.
+
+    Args:
+        input_ids: ``[batch, length]``, padded on the left where a mask says so.
+        steps: number of new tokens.
+        attention_mask: ``[batch, length]``; positions then count from each row's first real token.
+        stop: token that ends a row; the rest of the row is filled with it.
+
+    Raises:
+        UsageError: the program does not take ``input_ids``.
+    """
+    return decode(program.signature, program.run_flat, program.output_names, input_ids, steps, attention_mask=attention_mask, stop=stop)[0]
+
+
+def decode(signature: CallSignature, run: Runner, output_names: list[str], input_ids: torch.Tensor, steps: int, *,
+           attention_mask: torch.Tensor | None = None, stop: int | None = None) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """As :func:`greedy` for anything that runs flat inputs; also returns the last logits of each step."""
+    names = [i.name for i in signature.inputs]
+    if "input_ids" not in names:
+        raise UsageError("this model does not take `input_ids`, so it cannot generate text", where=signature.model)
+    mask = attention_mask if attention_mask is not None else torch.ones_like(input_ids)
+    tokens, cache, logits = input_ids, {}, []
+    done = torch.zeros(input_ids.shape[0], dtype=torch.bool)
+    for _ in range(steps):
+        window = tokens[:, -1:] if cache else tokens
+        flat = _flat(signature, window, mask, cache)
+        with torch.no_grad():
+            outputs = dict(zip(output_names, run(flat), strict=False))
+        last = outputs["logits"][:, -1]
+        logits.append(last)
+        new = last.argmax(-1)
+        if stop is not None:
+            new = torch.where(done, torch.full_like(new, stop), new)
+            done |= new == stop
+        tokens = torch.cat([tokens, new[:, None]], 1)
+        mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
+        if signature.has_cache:
+            cache = {CACHE + n.removeprefix("present"): t for n, t in outputs.items() if n.startswith("present.")}
+        if bool(done.all()):
+            break
+    return tokens, logits
+
+
+def _flat(signature: CallSignature, window: torch.Tensor, mask: torch.Tensor, cache: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    values: dict[str, torch.Tensor] = {"input_ids": window, **cache}
+    positions = (mask.cumsum(1) - 1).clamp_min(0)[:, -window.shape[1] :]
+    for spec in signature.inputs:
+        if spec.name == "attention_mask":
+            values[spec.name] = mask.to(spec.dtype)
+        elif spec.name == "position_ids":
+            values[spec.name] = positions.to(spec.dtype).contiguous()
+    flat: list[torch.Tensor] = []
+    for spec in signature.inputs:
+        if spec.name in values:
+            flat.append(values[spec.name])
+        elif spec.fill == "empty":
+            flat.append(torch.ones([window.shape[0] if d == "batch" else 0 if d == "past" else int(d) for d in spec.shape], dtype=spec.dtype))
+        else:
+            raise UsageError(f"generation does not know what to give for the input `{spec.name}`", where=signature.model)
+    return flat

@@ -1,0 +1,108 @@
+"""What users do to any module: switch its mode, move it, cast it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from .dataflow import op_name
+from .errors import UsageError
+from .program import Program
+
+_DROPOUT = {"dropout", "dropout_", "feature_dropout", "alpha_dropout", "feature_alpha_dropout", "native_dropout"}
+_NORM = {"batch_norm": 5, "instance_norm": 5}
+
+
+def set_mode(program: Program, train: bool) -> None:
+    """Train or eval mode: the flag of every dropout op.
+
+    Raises:
+        UsageError: the graph holds code that is different in the other mode (batch statistics).
+    """
+    for node in program.graph.nodes:
+        name = op_name(node)
+        if train and name in _NORM and node.args[_NORM[name]] is not True:
+            stack = list(node.meta.get("nn_module_stack", {}).values())
+            raise UsageError("this graph was traced in eval mode and BatchNorm computes something else in train mode",
+                             where=stack[-1][0] if stack else node.name, hint="train it with frozen statistics in eval mode, as now")
+    for node in program.graph.nodes:
+        if op_name(node) in _DROPOUT and len(node.args) >= 3:
+            node.args = (*node.args[:2], train, *node.args[3:])
+    for module in program.children():
+        module.train(train)
+    program.training = train
+    program._forget_compiled()
+
+
+def move(program: Program, *args: Any, **kwargs: Any) -> Program:
+    """Devices: tensors, examples and every ``device=`` in the graph. Dtypes: see :func:`cast`."""
+    device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
+    if dtype is not None and dtype != program.dtype:
+        cast(program, dtype)
+    if device is not None:
+        torch.nn.Module.to(program, device=device)
+        _replace_constants(program.graph, lambda v: device if isinstance(v, torch.device) else v)
+        program.examples[:] = [[t.to(device) for t in flat] for flat in program.examples]
+        _drop_values(program)
+    return program
+
+
+def cast(program: Program, dtype: torch.dtype) -> None:
+    """Cast the program in place.
+
+    Up to float64 every floating cast in the graph goes along. Any other dtype traces the source model again in that
+    dtype and replays the history, because a graph does not say which of its casts follow the model's dtype.
+
+    Raises:
+        UsageError: the source model is no longer in memory.
+    """
+    if dtype == torch.float64:
+        _promote(program)
+        return
+    if program.reference is None or not hasattr(program.reference, "model"):
+        raise UsageError(f"this program cannot be cast to {dtype}: its source model is not in memory, and the graph does not say "
+                         "which casts follow the model's dtype", where=program.signature.model,
+                         hint="rewrite the source model in that dtype: hcx rewrite MODEL --dtype ...")
+    from .retrace import retraced
+
+    other = retraced(program, dtype)
+    for name, value in other.__dict__.items():
+        program.__dict__[name] = value
+
+
+def _promote(program: Program) -> None:
+    torch.nn.Module.to(program, dtype=torch.float64)
+    for name, buffer in program._root.named_buffers():
+        if buffer.is_floating_point() and buffer.dtype != torch.float64:
+            raise AssertionError(name)
+    _replace_constants(program.graph, lambda v: torch.float64 if isinstance(v, torch.dtype) and v.is_floating_point else v)
+    for node in program.graph.nodes:
+        if op_name(node) in ("float", "half", "bfloat16"):
+            node.target = torch.ops.aten.to.dtype
+            node.args = (node.args[0], torch.float64)
+    program.examples[:] = [[t.double() if t.is_floating_point() else t for t in flat] for flat in program.examples]
+    signature = type(program.signature).from_json(program.signature.to_json())
+    signature.outputs.templates = program.signature.outputs.templates
+    signature.inputs = [i if not i.dtype.is_floating_point else type(i)(i.name, torch.float64, i.shape, i.fill) for i in signature.inputs]
+    program.__dict__["signature"] = signature
+    _drop_values(program)
+
+
+def _drop_values(program: Program) -> None:
+    for node in program.graph.nodes:
+        node.meta.pop("val", None)
+    program._forget_compiled()
+
+
+def _replace_constants(graph: fx.Graph, change) -> None:
+    def walk(value):
+        if isinstance(value, list | tuple):
+            return type(value)(walk(v) for v in value)
+        if isinstance(value, dict):
+            return {k: walk(v) for k, v in value.items()}
+        return change(value)
+
+    for node in graph.nodes:
+        node.args, node.kwargs = walk(node.args), walk(node.kwargs)

@@ -1,0 +1,57 @@
+"""The interface of a pass."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from . import spec
+from .contracts import Contract
+from .plan import PassPlan
+
+if TYPE_CHECKING:
+    from .editor import Editor
+    from .program import Program
+
+
+class Pass:
+    """A rewrite: a frozen dataclass of its options with a ``name``.
+
+    Attributes:
+        name: name in pipeline strings; equal to its key in the registry.
+        rank: place in the default order (hc 10, looped 20, gates 30, exits 40, adapters 50, sparsify 60, quantize 70);
+            a pass may not follow one of a higher rank. None goes anywhere.
+    """
+
+    name: ClassVar[str]
+    rank: ClassVar[int | None] = None
+
+    def plan(self, program: Program) -> PassPlan:
+        """What would be done. Pure: the Program is not changed."""
+        raise NotImplementedError
+
+    def apply(self, program: Program, plan: PassPlan, editor: Editor) -> None:
+        """Do it, through the editor only."""
+        raise NotImplementedError
+
+    def preserves(self, program: Program, plan: PassPlan) -> Contract:
+        """The contract that holds for this plan; checked by the driver."""
+        raise NotImplementedError
+
+    def perturbed(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Another value for a tensor this pass added, one that must change an output or a tap."""
+        noise = torch.linspace(0.5, 1.5, max(tensor.numel(), 1), dtype=torch.float64)[: tensor.numel()]
+        return tensor + (0.1 * (1 + tensor.double().abs()) * noise.reshape(tensor.shape).to(tensor.device)).to(tensor.dtype)
+
+    def new_plan(self, **fields: Any) -> PassPlan:
+        """An empty plan step of this pass with its options."""
+        return PassPlan(self.name, self.options(), **fields)
+
+    def options(self) -> dict[str, Any]:
+        """Options as JSON values; tuples become lists."""
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(self).items()}
+
+    def __str__(self) -> str:
+        return spec.unparse(self)

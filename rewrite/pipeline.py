@@ -1,0 +1,172 @@
+"""From pipeline strings, passes and plans to planned steps."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+
+from . import registry, spec
+from .editor import Editor
+from .errors import NoMatchError, PlanError
+from .passbase import Pass
+from .plan import PassPlan, Plan
+from .program import Program
+
+
+def fingerprint(program: Program) -> str:
+    """Hash of a Program's structure: its ops in order, and the names, shapes and dtypes of its tensors.
+
+    Equal for the same model at any example shape; a plan is refused for a Program with another fingerprint.
+    """
+    digest = hashlib.sha256()
+    for node in program.graph.nodes:
+        if node.op == "call_function":
+            digest.update(f"{node.target};".encode())
+    for name, tensor in sorted((n, t) for n, t in program.state_dict().items()):
+        digest.update(f"{name}:{tuple(tensor.shape)}:{tensor.dtype};".encode())
+    return digest.hexdigest()[:16]
+
+
+def steps_of(program: Program, what: Any) -> list[tuple[Pass, PassPlan | None]]:
+    """Passes in order, with their plan where one is given.
+
+    Raises:
+        PlanError: a plan made for another model.
+    """
+    if isinstance(what, Plan):
+        if what.fingerprint is not None and what.fingerprint != fingerprint(program):
+            raise PlanError(f"this plan was made for another program ({what.fingerprint}, not {fingerprint(program)})",
+                            hint="make a plan for this model, or remove `fingerprint` and `sites` to use it as a recipe")
+        return [(spec.build(registry.get(s.name), s.options), s if s.sites is not None else None) for s in what.steps]
+    return [(p, None) for p in registry.passes(what)]
+
+
+def check_order(program: Program, steps: list[Pass]) -> None:
+    """Refuse orders that cannot mean what was asked.
+
+    Raises:
+        PlanError: a pass after one that must come later, with both named.
+    """
+    done = [(e["pass"], registry.get(e["pass"]).rank) for e in program.history]
+    for step in steps:
+        for name, rank in done:
+            if rank is not None and step.rank is not None and step.rank < rank:
+                raise PlanError(f"`{step.name}` cannot follow `{name}`", where="pipeline order",
+                                hint=f"put {step.name} before {name}: {name} reads what {step.name} changes")
+        done.append((step.name, step.rank))
+
+
+def plan(program: Program, what: Any) -> Plan:
+    """What a pipeline would do. The Program is not changed; later steps see what earlier ones would have done."""
+    planned: list[PassPlan] = []
+    walk(fork(program), what, lambda step, pass_plan, editor: planned.append(pass_plan), stop_before_last=True)
+    return Plan(planned, fingerprint(program))
+
+
+def fork(program: Program) -> Program:
+    """A Program with a graph of its own over the same tensors."""
+    from .program import copy_graph
+
+    new = Program._build(copy_graph(program.graph), _same_tensors(program), copy.deepcopy(_portable(program)),
+                         examples=program.examples, reference=program.reference, copy_tensors=False)
+    new.__dict__.update(history=copy.deepcopy(program.history), origin=dict(program.origin), companions=dict(program.companions),
+                        trace_exact=program.trace_exact)
+    new.signature.outputs.templates = program.signature.outputs.templates
+    return new
+
+
+def _portable(program: Program):
+    return type(program.signature).from_json(program.signature.to_json())
+
+
+def _same_tensors(program: Program):
+    import torch
+
+    def copied(module: torch.nn.Module) -> torch.nn.Module:
+        new = torch.nn.Module()
+        new._parameters.update(module._parameters)
+        new._buffers.update(module._buffers)
+        new._non_persistent_buffers_set.update(module._non_persistent_buffers_set)
+        new._modules.update({n: copied(m) for n, m in module._modules.items()})
+        return new
+
+    return copied(program._root)
+
+
+def walk(program: Program, what: Any, seen: Callable[[Pass, PassPlan, Editor | None], None], *, stop_before_last: bool = False) -> None:
+    """Plan and apply each step on ``program`` itself; ``seen`` is called after each."""
+    steps = steps_of(program, what)
+    check_order(program, [p for p, _ in steps])
+    for number, (step, given) in enumerate(steps):
+        pass_plan = given if given is not None else step.plan(program)
+        if given is not None:
+            _check_sites(step, program, given)
+        if stop_before_last and number == len(steps) - 1:
+            seen(step, pass_plan, None)
+            return
+        editor = Editor(program, step.name, sum(e["pass"] == step.name for e in program.history))
+        if pass_plan.sites:
+            step.apply(program, pass_plan, editor)
+            _tidy(program)
+        program.history.append({"pass": step.name})
+        seen(step, pass_plan, editor)
+
+
+def _tidy(program: Program) -> None:
+    from .program import _impure
+
+    sort_graph(program.graph)
+    program.graph.eliminate_dead_code(is_impure_node=_impure)
+    program.graph.lint()
+    program._forget_compiled()
+
+
+def sort_graph(graph: fx.Graph) -> None:
+    """Put every node after its operands, moving as little as possible: redirected uses may point forward."""
+    done: set[fx.Node] = set()
+    order: list[fx.Node] = []
+    for node in list(graph.nodes):
+        pending = [node]
+        while pending:
+            top = pending[-1]
+            missing = [o for o in top.all_input_nodes if o not in done]
+            if not missing:
+                pending.pop()
+                if top not in done:
+                    done.add(top)
+                    order.append(top)
+            else:
+                pending += missing
+    output = graph.output_node()
+    for node in order:
+        if node is not output:
+            output.prepend(node)
+
+
+def _check_sites(step: Pass, program: Program, given: PassPlan) -> None:
+    """Every site of an edited plan must be one that the pass itself would find."""
+    known = {s.address for s in step.plan(program).sites or ()}
+    for site in given.sites or ():
+        if site.address not in known:
+            raise PlanError(f"`{step.name}` has no site `{site.address}` here", where=site.address,
+                            hint="sites can be taken out of a plan or have their details changed; known: " + ", ".join(sorted(known)[:8]))
+
+
+def require_match(step: Pass, pass_plan: PassPlan, allow_partial: bool) -> None:
+    """Refuse a pass that found nothing, or too little.
+
+    Raises:
+        NoMatchError: no site, or more than half skipped without ``allow_partial``.
+    """
+    sites, skips = pass_plan.sites or [], pass_plan.skips
+    reasons = "; ".join(f"{s.address}: {s.reason.value}{' (' + s.detail + ')' if s.detail else ''}" for s in skips[:5])
+    if not sites:
+        raise NoMatchError(f"pass `{step.name}` found nothing to change", where=reasons or "no sites",
+                           hint="`hcx inspect MODEL --why` shows what was found; `hcx plan` shows every skip")
+    if len(skips) > len(sites) and not allow_partial:
+        raise NoMatchError(f"pass `{step.name}` would skip {len(skips)} of {len(skips) + len(sites)} sites", where=reasons,
+                           hint="--allow-partial accepts this")

@@ -1,0 +1,240 @@
+"""The Program: one graph, its tensors, and how it is called."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from .normalize import fetch, set_tensor
+from .signature import CallSignature, InputSpec
+
+Reference = Callable[[list[torch.Tensor]], list[torch.Tensor]]
+
+
+class Program(torch.nn.Module):
+    """A traced model: called like it, with its parameter names, and open to rewriting.
+
+    A Program is an ``nn.Module``: ``parameters()``, ``state_dict()``, ``to()``, ``train()`` and ``torch.compile`` work
+    as usual. Made by :func:`hcx.rewrite.trace` or :func:`hcx.rewrite.load`, never directly.
+
+    Attributes:
+        graph: ATen graph; one placeholder an input tensor, one output tuple: the model's outputs, then the taps.
+        signature: binds calls, rebuilds outputs.
+        history: one entry a rewrite: pipeline, plan and certificate.
+        origin: parameter or buffer name -> name of the pass that added it; base tensors are not listed.
+        examples: flat example inputs.
+        reference: the eager source model over flat tensors, while it is in memory.
+        companions: small files that belong to the model (tokenizer, config), by name.
+    """
+
+    graph: fx.Graph
+    signature: CallSignature
+    history: list[dict[str, Any]]
+    origin: dict[str, str]
+    examples: list[list[torch.Tensor]]
+    reference: Reference | None
+    companions: dict[str, bytes]
+    trace_exact: bool | None
+
+    @classmethod
+    def _build(cls, graph: fx.Graph, root: torch.nn.Module, signature: CallSignature, *, examples: list[list[torch.Tensor]],
+               reference: Reference | None = None, copy_tensors: bool = True) -> Program:
+        self = cls()
+        self._adopt(copy.deepcopy(root) if copy_tensors else root)
+        self.__dict__.update(graph=graph, signature=signature, history=[], origin={}, examples=examples, reference=reference,
+                             companions={}, trace_exact=None, golden=None, _compiled={})
+        self.training = False
+        return self
+
+    def _adopt(self, root: torch.nn.Module) -> None:
+        """Share the tensor dictionaries of a plain module tree, which generated code runs on: no attribute of this
+        class can then hide a parameter of the model."""
+        self.__dict__["_root"] = root
+        for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            self.__dict__[name] = root.__dict__[name]
+
+    # ---- calling
+
+    def forward(self, *args: Any, taps: bool = False, **kwargs: Any) -> Any:
+        """Run the program with the source model's own arguments.
+
+        Args:
+            taps: also return the auxiliary outputs.
+
+        Returns:
+            the model's output structure; with taps, ``(output, {tap name: tensor})``.
+
+        Raises:
+            UsageError: an argument that was not traced or does not fit.
+        """
+        flat = self.run_flat(self.signature.bind(args, kwargs), taps=taps)
+        count = len(self.output_names)
+        output = self.signature.rebuild(flat[:count])
+        return (output, dict(zip(self.taps, flat[count:], strict=True))) if taps else output
+
+    def run_flat(self, inputs: list[torch.Tensor], *, taps: bool = False) -> list[torch.Tensor]:
+        """Run on flat tensors: outputs, then (with taps) the taps."""
+        return list(self._function(taps)(self._root, *inputs))
+
+    def _function(self, taps: bool) -> Callable:
+        if taps not in self._compiled:
+            graph = self._executable(taps)
+            code = graph.python_code("self")
+            scope = dict(code.globals)
+            exec(compile(code.src, f"<hcx {self.signature.model}>", "exec"), scope)
+            self._compiled[taps] = scope["forward"]
+        return self._compiled[taps]
+
+    def _executable(self, taps: bool) -> fx.Graph:
+        """A copy of the graph that computes the outputs, and the taps only when asked for."""
+        graph = copy_graph(self.graph)
+        if not taps:
+            output = graph.output_node()
+            output.args = (tuple(output.args[0])[: len(self.output_names)],)
+            graph.eliminate_dead_code(is_impure_node=_impure)
+        return graph
+
+    def flat_module(self, taps: bool = False) -> fx.GraphModule:
+        """A plain GraphModule over flat tensors that shares this Program's tensors; for exporters and compilers."""
+        return fx.GraphModule(self._root, self._executable(taps), class_name="HcxProgram")
+
+    # ---- what it is made of
+
+    @property
+    def inputs(self) -> list[InputSpec]:
+        """The flat inputs."""
+        return self.signature.inputs
+
+    @property
+    def output_names(self) -> list[str]:
+        """Names of the flat outputs."""
+        return self.signature.outputs.names
+
+    @property
+    def taps(self) -> list[str]:
+        """Names of the auxiliary outputs, in order."""
+        return list(self.graph.output_node().meta.get("taps", ()))
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A parameter, buffer or constant by its name."""
+        return fetch(self._root, name)
+
+    def tied_groups(self) -> list[list[str]]:
+        """Groups of names that share one tensor."""
+        groups: dict[int, list[str]] = {}
+        for name, tensor in self.named_tensors():
+            groups.setdefault(id(tensor), []).append(name)
+        return [names for names in groups.values() if len(names) > 1]
+
+    def named_tensors(self):
+        """Every (name, tensor), tied tensors under each of their names, constants included."""
+        yield from self._root.named_parameters(remove_duplicate=False)
+        yield from self._root.named_buffers(remove_duplicate=False)
+
+    def new_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """Parameters that passes have added."""
+        return {n: p for n, p in self.named_parameters() if n in self.origin}
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of most parameter entries."""
+        counts: dict[torch.dtype, int] = {}
+        for p in self.parameters():
+            if p.is_floating_point():
+                counts[p.dtype] = counts.get(p.dtype, 0) + p.numel()
+        return max(counts, key=counts.__getitem__) if counts else torch.float32
+
+    def _forget_compiled(self) -> None:
+        self._compiled.clear()
+
+    # ---- rewriting, saving (implemented beside, so that each file holds one idea)
+
+    def plan(self, passes: Any, **options: Any):
+        """What a pipeline would do, without doing it; see :func:`hcx.rewrite.pipeline.plan`."""
+        from .pipeline import plan
+
+        return plan(self, passes, **options)
+
+    def rewrite(self, passes: Any, **options: Any) -> Program:
+        """A new Program with the passes applied and checked; see :func:`hcx.rewrite.driver.rewrite`."""
+        from .driver import rewrite
+
+        return rewrite(self, passes, **options)
+
+    def save(self, path: str, **options: Any) -> None:
+        """Write a ``.hcx`` folder; see :func:`hcx.rewrite.artefact.save`."""
+        from .artefact import save
+
+        save(self, path, **options)
+
+    def check_inputs(self, count: int = 2) -> list[list[torch.Tensor]]:
+        """Flat inputs of several shapes for checking; see :mod:`hcx.rewrite.inputs`."""
+        from .inputs import check_inputs
+
+        return check_inputs(self, count)
+
+    def sites(self):
+        """Stacks, blocks, branches and boundaries; see :func:`hcx.rewrite.finder.find`."""
+        from .finder import find
+
+        return find(self)
+
+    # ---- nn.Module manners
+
+    def train(self, mode: bool = True) -> Program:
+        """Switch dropout on or off; see :func:`hcx.rewrite.host.set_mode`."""
+        from .host import set_mode
+
+        set_mode(self, mode)
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> Program:
+        """Move or cast in place; see :func:`hcx.rewrite.host.move`."""
+        from .host import move
+
+        return move(self, *args, **kwargs)
+
+    def _apply(self, fn, recurse=True):
+        """Devices and dtypes reach the plain tree too, whose dictionaries are shared."""
+        super()._apply(fn, recurse)
+        return self
+
+    def __deepcopy__(self, memo: dict) -> Program:
+        new = Program._build(copy_graph(self.graph), self._root, self.signature, examples=self.examples, reference=self.reference)
+        new.__dict__.update(history=copy.deepcopy(self.history), origin=dict(self.origin), companions=dict(self.companions),
+                            trace_exact=self.trace_exact, golden=self.golden, training=self.training)
+        memo[id(self)] = new
+        return new
+
+    def extra_repr(self) -> str:
+        return f"{self.signature.model}, {len(self.graph.nodes)} nodes, {len(self.history)} rewrites"
+
+    def set_tensor(self, name: str, tensor: torch.Tensor, *, added_by: str, persistent: bool = True) -> None:
+        """Register a new parameter or buffer that belongs to a pass."""
+        set_tensor(self._root, name, tensor, persistent=persistent)
+        self.origin[name] = added_by
+
+
+def _impure(node: fx.Node) -> bool:
+    """Only placeholders and the output must stay; random ops and mutation are never dead while used."""
+    return node.op in ("placeholder", "output") or (node.op == "call_function" and is_mutation(node))
+
+
+def is_mutation(node: fx.Node) -> bool:
+    """Whether an op writes to one of its arguments."""
+    schema = getattr(node.target, "_schema", None)
+    return bool(schema is not None and schema.is_mutable)
+
+
+def copy_graph(graph: fx.Graph) -> fx.Graph:
+    """A graph with the same nodes, names and metadata (metadata dictionaries are copied, values are shared)."""
+    new = fx.Graph()
+    mapping: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        mapping[node] = new.node_copy(node, mapping.__getitem__)
+        mapping[node].meta = dict(node.meta)
+    return new

@@ -1,0 +1,211 @@
+"""How a Program is called: the model's own argument names in, the model's own structure out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .errors import UsageError
+from .structure import Structure, extract
+
+CACHE = "past_key_values"
+"""Prefix of flat cache inputs, and a name that the argument may always be given by."""
+
+Dim = int | str
+"""A fixed size, or an expression over named sizes such as ``batch`` or ``past+sequence``."""
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """One flat tensor input.
+
+    Attributes:
+        name: path in the call, e.g. ``input_ids`` or ``past_key_values.0.key``.
+        dtype: dtype when traced.
+        shape: one entry a dimension; equal names are equal sizes.
+        fill: what an omitted input is filled with: ``ones`` (masks), ``positions`` (past, past+1, ...), ``empty``
+            (caches of length 0), or None when it must be given.
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[Dim, ...]
+    fill: str | None = None
+
+    def to_json(self) -> dict:
+        return {"name": self.name, "dtype": str(self.dtype).removeprefix("torch."), "shape": list(self.shape), "fill": self.fill}
+
+    @staticmethod
+    def from_json(data: dict) -> InputSpec:
+        return InputSpec(data["name"], getattr(torch, data["dtype"]), tuple(data["shape"]), data["fill"])
+
+
+@dataclass
+class Argument:
+    """One argument of the model's ``forward`` that is part of the graph."""
+
+    name: str
+    position: int | None
+    spec: dict
+    fill: bool = False
+
+    def to_json(self) -> dict:
+        return {"name": self.name, "position": self.position, "spec": self.spec, "fill": self.fill}
+
+
+@dataclass
+class CallSignature:
+    """Binds calls to flat inputs and rebuilds the model's output structure.
+
+    Attributes:
+        model: class name of the source model, for messages.
+        arguments: what the graph takes, in the order of the flat inputs.
+        others: arguments of ``forward`` that the trace did not use, with their defaults (as text).
+        inputs: the flat inputs.
+        outputs: structure of the model's output over the flat outputs.
+    """
+
+    model: str
+    arguments: list[Argument]
+    others: dict[str, str]
+    inputs: list[InputSpec]
+    outputs: Structure
+    notes: list[str] = field(default_factory=list)
+
+    def bind(self, args: tuple, kwargs: dict) -> list[torch.Tensor]:
+        """Flat inputs of a call.
+
+        Args:
+            args: positional arguments, as for the source model.
+            kwargs: keyword arguments, in any order.
+
+        Raises:
+            UsageError: an argument that was not traced, has another kind, or does not fit a fixed dimension.
+        """
+        given = self._named(args, kwargs)
+        flat: list[torch.Tensor | None] = [None] * len(self.inputs)
+        for argument in self.arguments:
+            indices = list(tensor_indices(argument.spec))
+            if argument.name in given and not (argument.fill and given[argument.name] is None):
+                value = given[argument.name]
+                for index, tensor in zip(indices, extract(argument.spec, value, argument.name), strict=True):
+                    flat[index] = tensor
+            elif not argument.fill and indices:
+                raise UsageError(f"argument `{argument.name}` of {self.model} is missing", where=argument.name,
+                                 hint="this program was traced with it; give a tensor")
+        sizes = self._sizes(flat)
+        return [t if t is not None else _filled(spec, sizes, flat) for t, spec in zip(flat, self.inputs, strict=True)]
+
+    def complete(self, flat: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Flat inputs with the ones that a pass has added filled in (they come last)."""
+        more: list[torch.Tensor | None] = [*flat, *[None] * (len(self.inputs) - len(flat))]
+        sizes = self._sizes(more)
+        return [t if t is not None else _filled(spec, sizes, more) for t, spec in zip(more, self.inputs, strict=True)]
+
+    def rebuild(self, flat_outputs: list) -> Any:
+        """The model's own output structure."""
+        return self.outputs.rebuild(flat_outputs)
+
+    def _named(self, args: tuple, kwargs: dict) -> dict[str, Any]:
+        by_position = {a.position: a.name for a in self.arguments if a.position is not None}
+        given: dict[str, Any] = {}
+        for index, value in enumerate(args):
+            name = by_position.get(index)
+            if name is None:
+                if value is None:
+                    continue
+                raise self._unsupported(f"positional argument {index}")
+            given[name] = value
+        known = {a.name for a in self.arguments}
+        cache = next((a.name for a in self.arguments if any(self.inputs[i].fill == "empty" for i in tensor_indices(a.spec))), CACHE)
+        for name, value in kwargs.items():
+            name = cache if name == CACHE else name
+            if name in given:
+                raise UsageError(f"argument `{name}` is given twice", where=name)
+            if name in known:
+                given[name] = value
+            elif name in self.others and (value is None or repr(value) == self.others[name]):
+                continue
+            else:
+                raise self._unsupported(f"argument `{name}`")
+        return given
+
+    def _unsupported(self, what: str) -> UsageError:
+        return UsageError(f"{what} was not part of the call that was traced", where=self.model,
+                          hint="trace(model, args, kwargs) with an example that passes it; this program takes "
+                               + ", ".join(a.name for a in self.arguments))
+
+    def _sizes(self, flat: list[torch.Tensor | None]) -> dict[str, int]:
+        sizes: dict[str, int] = {}
+        for spec, tensor in zip(self.inputs, flat, strict=True):
+            if tensor is None:
+                continue
+            if tensor.dim() != len(spec.shape):
+                raise UsageError(f"input `{spec.name}` has {tensor.dim()} dimensions, traced with {len(spec.shape)}", where=spec.name)
+            for axis, dim in enumerate(spec.shape):
+                size = tensor.shape[axis]
+                if isinstance(dim, int):
+                    if size != dim:
+                        raise UsageError(f"dimension {axis} of `{spec.name}` is fixed to {dim}, got {size}", where=spec.name,
+                                         hint="the model fixes this size, or the example had size 1 there: trace with another example")
+                elif "+" not in dim and sizes.setdefault(dim, size) != size:
+                    raise UsageError(f"dimension {axis} of `{spec.name}` is {size}, but `{dim}` is {sizes[dim]} in another input", where=spec.name)
+        if "past" in self.dims:
+            sizes.setdefault("past", 0)
+        for spec, tensor in zip(self.inputs, flat, strict=True):
+            for axis, dim in enumerate(spec.shape if tensor is not None else ()):
+                if isinstance(dim, str) and "+" in dim and tensor.shape[axis] != size_of(dim, sizes):
+                    raise UsageError(f"dimension {axis} of `{spec.name}` is {tensor.shape[axis]}, must be {dim} = {size_of(dim, sizes)}", where=spec.name)
+        return sizes
+
+    @property
+    def dims(self) -> list[str]:
+        """Names of the dynamic dimensions, in order of appearance."""
+        names: dict[str, None] = {}
+        for spec in self.inputs:
+            for dim in spec.shape:
+                if isinstance(dim, str):
+                    names.update(dict.fromkeys(dim.split("+")))
+        return list(names)
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether the graph takes a cache that may be empty."""
+        return any(spec.fill == "empty" for spec in self.inputs)
+
+    def to_json(self) -> dict:
+        return {"model": self.model, "arguments": [a.to_json() for a in self.arguments], "others": self.others,
+                "inputs": [i.to_json() for i in self.inputs], "outputs": self.outputs.to_json(), "notes": self.notes}
+
+    @staticmethod
+    def from_json(data: dict) -> CallSignature:
+        return CallSignature(data["model"], [Argument(**a) for a in data["arguments"]], dict(data["others"]),
+                             [InputSpec.from_json(i) for i in data["inputs"]], Structure.from_json(data["outputs"]),
+                             list(data["notes"]))
+
+
+def tensor_indices(spec: dict):
+    """Indices of the tensor leaves below a structure description, in order."""
+    if spec["kind"] in ("tensor", "int"):
+        yield spec["index"]
+    for item in spec.get("items", ()):
+        yield from tensor_indices(item)
+
+
+def size_of(dim: Dim, sizes: dict[str, int]) -> int:
+    """Value of a dimension expression."""
+    return dim if isinstance(dim, int) else sum(sizes[name] for name in dim.split("+"))
+
+
+def _filled(spec: InputSpec, sizes: dict[str, int], flat: list) -> torch.Tensor:
+    first = next(t for t in flat if t is not None)
+    missing = [n for d in spec.shape if isinstance(d, str) for n in d.split("+") if n not in sizes]
+    if missing:
+        raise UsageError(f"cannot fill the omitted input `{spec.name}`: size `{missing[0]}` is unknown", where=spec.name)
+    shape = [size_of(dim, sizes) for dim in spec.shape]
+    if spec.fill == "positions":
+        start = sizes.get("past", 0)
+        return torch.arange(start, start + shape[-1], device=first.device, dtype=spec.dtype).expand(shape).contiguous()
+    return torch.ones(shape, dtype=spec.dtype, device=first.device)

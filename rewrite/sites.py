@@ -1,0 +1,178 @@
+"""What passes speak about: stacks, blocks, branches and boundaries, over the nodes of one graph.
+
+These objects are views; they hold nodes and are made anew for each graph. What is stored and edited is their address.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import fx
+
+
+@dataclass
+class Branch:
+    """One residual branch: what is computed from the stream and added back.
+
+    Attributes:
+        kind: attn, cross-attn, mlp, moe, ssm, conv or conv-mlp.
+        value: the term of the add that comes from the branch, scale included.
+        scaled: whether the term is a scaled branch value (LayerScale, residual multiplier).
+        body: nodes from the stream (left out) to the term (included).
+    """
+
+    address: str
+    kind: str
+    value: fx.Node
+    scaled: bool
+    body: list[fx.Node]
+
+
+@dataclass
+class Residual:
+    """One residual add, with one branch (sequential) or several (parallel).
+
+    Attributes:
+        add: last add of the chain; its value is the new stream.
+        skip: the stream as the add takes it, scale and casts seen through.
+        skip_scaled: whether the skip is scaled first (DeepNorm).
+        projected: the skip has weights of its own (a down-sampling shortcut).
+        adds: all adds of the chain.
+    """
+
+    add: fx.Node
+    skip: fx.Node
+    branches: list[Branch]
+    skip_scaled: bool = False
+    projected: bool = False
+    adds: tuple[fx.Node, ...] = ()
+    pass_name: str | None = None
+
+
+@dataclass
+class Boundary:
+    """The value between two blocks.
+
+    Attributes:
+        index: number of blocks executed before it (the index into ``hidden_states``).
+        node: the value.
+        carrier: how the value carries the stream.
+    """
+
+    index: int
+    node: fx.Node
+    carrier: Carrier
+
+
+class Carrier:
+    """How a boundary carries the residual stream: plainly here, in several streams after hyper-connections.
+
+    Passes that change the carrier subclass this and register a reader with :func:`carrier_reader`.
+    """
+
+    kind = "plain"
+
+    def read(self, editor, node: fx.Node) -> fx.Node:
+        """What a foreign reader of the stream sees."""
+        return node
+
+    def map(self, editor, nodes: list[fx.Node], f: Callable[[list[fx.Node]], fx.Node]) -> fx.Node:
+        """Apply an elementwise function to boundary values of this carrier."""
+        return f(nodes)
+
+
+@dataclass
+class Block:
+    """Consecutive residuals that form one layer.
+
+    Attributes:
+        address: name of the block: its module path where there is one, else ``stack[i]``; ``@2`` for a repetition.
+        index: position in the model before any loop.
+        iteration: 1, or the number of the pass of a loop it belongs to.
+        entry, exit: boundary values before and after.
+        body: nodes from entry (left out) to exit (included).
+        key: canonical text; equal keys are equal computations over other weights.
+        roles: outside values used, with their role filled in by the run.
+    """
+
+    address: str
+    index: int
+    iteration: int
+    residuals: list[Residual]
+    entry: fx.Node
+    exit: fx.Node
+    body: list[fx.Node] = field(default_factory=list)
+    key: str = ""
+    outside: list[fx.Node] = field(default_factory=list)
+
+
+@dataclass
+class BlockRun:
+    """Consecutive blocks that are equal in code, alone (period 1) or in groups.
+
+    Attributes:
+        start, end: half-open range of positions in ``Stack.blocks``.
+        period: blocks in the repeating unit.
+        roles: for each outside value of a block (in first-use order): ``invariant``, ``periodic(p)``, ``cache`` or
+            ``varying``. The value carried from block to block is not listed.
+    """
+
+    start: int
+    end: int
+    period: int
+    roles: list[str]
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+
+@dataclass
+class Stack:
+    """Blocks that one residual stream runs through, or the stages of a network without one.
+
+    Attributes:
+        label: common module path of the blocks.
+        blocks: in order of execution.
+        boundaries: one more than blocks.
+        runs: maximal runs of equal blocks.
+        residual: False where the blocks are stages between cut vertices.
+    """
+
+    label: str
+    blocks: list[Block]
+    boundaries: list[Boundary]
+    runs: list[BlockRun]
+    residual: bool = True
+
+    @property
+    def depth(self) -> int:
+        """Blocks before any loop."""
+        return max((b.index for b in self.blocks), default=-1) + 1
+
+    def boundary(self, index: int) -> Boundary:
+        """The last boundary after ``index`` blocks of the original model."""
+        return [b for b in self.boundaries if b.index == index][-1]
+
+    def position(self, index: int, *, last: bool = False) -> int:
+        """Position in ``blocks`` of the first (or last) execution of original block ``index``."""
+        places = [i for i, b in enumerate(self.blocks) if b.index == index]
+        return places[-1 if last else 0]
+
+
+@dataclass
+class Sites:
+    """Everything found in a graph."""
+
+    stacks: list[Stack]
+    residuals: list[Residual]
+    other_adds: list[fx.Node]
+
+    @property
+    def main(self) -> Stack | None:
+        """The stack that the first output is read from."""
+        return self.stacks[-1] if self.stacks else None
+
+    def stack(self, label: str | None) -> Stack | None:
+        """A stack by its label, or the main one."""
+        return self.main if label is None else next((s for s in self.stacks if s.label == label), None)

@@ -1,0 +1,313 @@
+"""The front end: one call of an eager model becomes a Program.
+
+``torch.export`` in non-strict mode gives the graph. The example is prepared first (sizes of 1 enlarged, masks and caches
+put in), and the graph must give what eager gives before it is accepted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import logging
+import re
+import traceback
+from typing import Any
+
+import torch
+
+from .capture import (
+    CachedCalls,
+    Call,
+    bind_call,
+    cached_calls,
+    close,
+    eager_outputs,
+    enlarged,
+    invoke,
+    reference_mode,
+    separate,
+    sizes_by_probe,
+    with_mask,
+)
+from .errors import HcxError, TraceError
+from .normalize import flat_graph
+from .program import Program
+from .signature import CACHE, Argument, CallSignature, InputSpec
+from .structure import Structure, flatten
+
+
+class _Seen:
+    """Keeps what a traced forward found out; torch.export resets plain attributes of the module it traces."""
+
+    outputs: Structure | None = None
+
+
+class _Wrapper(torch.nn.Module):
+    """Takes flat tensors, returns flat tensors; remembers the structure of the output."""
+
+    def __init__(self, model: torch.nn.Module, structure: Structure, positions: dict[str, int]):
+        super().__init__()
+        self.m = model
+        self._structure, self._positions, self.seen = [structure], positions, _Seen()
+
+    def forward(self, *flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        call = Call(self._structure[0].rebuild(list(flat)), self._positions)
+        tensors, outputs = flatten(invoke(self.m, call))
+        self.seen.outputs = outputs
+        return tuple(tensors)
+
+
+class EagerReference:
+    """The source model behind the Program's flat interface: the oracle of every check.
+
+    A call with empty caches goes to the model as the user would make it, without caches.
+    """
+
+    def __init__(self, model: torch.nn.Module, structure: Structure, positions: dict[str, int], optional: dict[str, bool]):
+        self.model, self.structure, self.positions, self.optional = model, structure, positions, optional
+
+    def __call__(self, flat: list[torch.Tensor], *, grad: bool = False) -> list[torch.Tensor]:
+        values = dict(self.structure.rebuild(list(flat)))
+        caches = [n for n, is_cache in self.optional.items() if is_cache]
+        if any(all(t.numel() == 0 for t in flatten(values[n])[0]) for n in caches):
+            for name, is_cache in self.optional.items():
+                if is_cache or _counts_from_zero(values[name]):
+                    del values[name]
+        with reference_mode(self.model), torch.set_grad_enabled(grad):
+            return flatten(invoke(self.model, Call(values, self.positions)))[0]
+
+
+def _counts_from_zero(positions: torch.Tensor) -> bool:
+    return torch.equal(positions, torch.arange(positions.shape[-1], device=positions.device).expand_as(positions))
+
+
+def trace(model: torch.nn.Module, args: tuple = (), kwargs: dict | None = None, *, cache: bool | None = None) -> Program:
+    """Trace a model into a :class:`Program`. The model is never touched; its tensors are copied.
+
+    Args:
+        model: any module that torch.export can trace.
+        args: example positional arguments. Sizes of 2 or more become dynamic where the model allows it.
+        kwargs: example keyword arguments.
+        cache: trace a decoder with an optional cache: True requires it, False leaves it out, None tries.
+
+    Raises:
+        TraceError: the model decides on tensor values, or the graph does not reproduce eager.
+        UsageError: the example does not fit the model.
+    """
+    call, others = bind_call(model, tuple(args), dict(kwargs or {}))
+    try:
+        eager_outputs(model, call)
+    except HcxError:
+        raise
+    except Exception as error:
+        raise TraceError(f"the model itself fails on the example: {type(error).__name__}: {error}", where=_last_frame(error),
+                         hint="check the example inputs by calling the model") from error
+    call = enlarged(model, separate(call))
+    call, masks = with_mask(model, call, others)
+    others = {n: d for n, d in others.items() if n not in masks}
+    attempts = _attempts(model, call, others, masks, cache)
+    for number, attempt in enumerate(attempts):
+        try:
+            return _trace_once(model, attempt, others)
+        except Exception as error:
+            last = number == len(attempts) - 1
+            if last:
+                raise
+            attempts[number + 1].notes.append(f"traced without {attempt.what}: {_first_line(error)}")
+    raise AssertionError("unreachable")
+
+
+class _Attempt:
+    """One way of tracing: the call, and what may be omitted in calls of the result."""
+
+    def __init__(self, call: Call, fills: dict[str, str], what: str, cached: CachedCalls | None = None):
+        self.call, self.fills, self.what, self.cached = call, fills, what, cached
+        self.notes: list[str] = []
+
+
+def _attempts(model, call: Call, others: dict[str, str], masks: list[str], cache: bool | None) -> list[_Attempt]:
+    fills = dict.fromkeys(masks, "ones")
+    attempts: list[_Attempt] = []
+    meta = any(p.is_meta for p in model.parameters())
+    maker = None if cache is False or meta else cached_calls(model, call, others)
+    if maker is not None:
+        own = {maker.cache: "empty", **({maker.positions: "positions"} if maker.positions else {})}
+        if "use_cache" in others:
+            maker.call = call.replaced(use_cache=True)
+        attempts.append(_Attempt(maker.call, {**fills, **own}, "a cache", maker))
+    if cache is True:
+        if not attempts:
+            raise TraceError("the model does not return a cache that it also takes", where=type(model).__name__,
+                             hint="leave out cache=True")
+        return attempts
+    if "use_cache" in others and maker is not None:
+        call = call.replaced(use_cache=False)
+    attempts.append(_Attempt(call, fills, "anything left out"))
+    return attempts
+
+
+def _trace_once(model: torch.nn.Module, attempt: _Attempt, others: dict[str, str]) -> Program:
+    probes = None
+    call = attempt.call
+    if attempt.cached is not None:
+        length = next(v for n, v in call.values.items() if n == attempt.cached.ids).shape[1]
+        sizes = [(2, max(length, 3), max(2, length // 2)), (3, max(2, length - 1), max(length - 2, 4)), (2, 3, 5)]
+        calls = [attempt.cached.make(past, batch, size) for batch, size, past in sizes]
+        probes = [(c.flat()[0], {"batch": b, "sequence": s, "past": p}) for c, (b, s, p) in zip(calls, sizes, strict=True)]
+        call = calls[0]
+    flat, structure = call.flat()
+    wrapper = _Wrapper(model, structure, call.positions)
+    exported = _export(model, wrapper, flat)
+    outputs = wrapper.seen.outputs
+    assert outputs is not None
+    shapes = sizes_by_probe(probes) if probes else _exported_shapes(exported, structure.names, attempt.fills)
+    fill_of = {name: fill for n, fill in attempt.fills.items() for name in structure.names if name.split(".")[0] == n}
+    names = [_flat_cache_name(n, attempt.cached.cache, CACHE) if attempt.cached else n for n in structure.names]
+    graph, root = flat_graph(exported, names)
+    inputs = [InputSpec(name, t.dtype, shape, fill_of.get(old))
+              for name, old, t, shape in zip(names, structure.names, flat, shapes, strict=True)]
+    arguments = [Argument(name, call.positions.get(name), spec, name in attempt.fills)
+                 for name, spec in zip(structure.spec["keys"], structure.spec["items"], strict=True)]
+    if attempt.cached is not None:
+        outputs.names = [_flat_cache_name(n, attempt.cached.cache, "present") for n in outputs.names]
+    positions = {n: p for n, p in call.positions.items()}
+    for argument in arguments:
+        argument.position = _position(model, argument.name, positions)
+    signature = CallSignature(type(model).__name__, arguments,
+                              {n: d for n, d in others.items() if n not in call.values}, inputs, outputs, attempt.notes)
+    optional = {n: fill == "empty" for n, fill in attempt.fills.items() if fill in ("empty", "positions")}
+    reference = EagerReference(model, structure, call.positions, optional)
+    program = Program._build(graph, root, signature, examples=[[t.detach().clone() for t in flat]], reference=reference)
+    _must_agree(program, reference, attempt)
+    return program
+
+
+def _position(model: torch.nn.Module, name: str, positions: dict[str, int]) -> int | None:
+    if name in positions:
+        return positions[name]
+    parameters = list(inspect.signature(model.forward).parameters.values())
+    for index, parameter in enumerate(parameters):
+        if parameter.name == name and parameter.kind is parameter.POSITIONAL_OR_KEYWORD:
+            return index
+    return None
+
+
+def _flat_cache_name(name: str, cache: str, prefix: str) -> str:
+    """``past_key_values.0.key`` in and ``present.0.key`` out, whatever the model calls its cache."""
+    return prefix + name.removeprefix(cache) if name.startswith(cache + ".") else name
+
+
+def _export(model: torch.nn.Module, wrapper: _Wrapper, flat: list[torch.Tensor]):
+    auto = torch.export.Dim.AUTO
+    dynamic = (tuple({axis: auto for axis in range(t.dim())} for t in flat),)
+    try:
+        with reference_mode(model), _quiet():
+            wrapper.training = False
+            return torch.export.export(wrapper, tuple(flat), dynamic_shapes=dynamic, strict=False)
+    except HcxError:
+        raise
+    except Exception as error:
+        raise _explain(error, model) from error
+
+
+@contextlib.contextmanager
+def _quiet():
+    """torch.export logs the whole graph when it fails; what matters of it goes into our own message."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logging.disable(before)
+
+
+def _explain(error: Exception, model: torch.nn.Module) -> TraceError:
+    """An error a user can act on, with the line of the model that caused it."""
+    name, text = type(error).__name__, str(error)
+    where = _last_frame(error) or _frame_in_text(text) or type(model).__name__
+    if "GuardOnDataDependent" in name or "data-dependent" in text.lower():
+        return TraceError("the model decides on a tensor's value, so one graph cannot stand for it", where=where,
+                          hint="rewrite the branch with torch.where or torch.cond")
+    if "Constraints violated" in text:
+        return TraceError(f"a dimension was fixed by the model: {_first_line(error)}", where=where,
+                          hint="give examples with sizes of 2 or more")
+    return TraceError(f"torch.export cannot trace the model: {name}: {_first_line(error)}", where=where,
+                      hint="see the line above; -vv shows the whole traceback")
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]
+
+
+def _last_frame(error: Exception) -> str | None:
+    """The innermost source line outside torch itself."""
+    inside = (f"{torch.__path__[0]}/",)
+    own = __file__.rsplit("/", 1)[0] + "/"
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith((*inside, own, "<")):
+            return f"{frame.filename}:{frame.lineno}: {frame.line}"
+    return None
+
+
+def _frame_in_text(text: str) -> str | None:
+    found = re.findall(r'File "([^"]+)", line (\d+)', text)
+    for file, line in reversed(found):
+        if not file.startswith(torch.__path__[0]):
+            return f"{file}:{line}"
+    return None
+
+
+def _exported_shapes(exported, names: list[str], fills: dict[str, str]) -> list[tuple[int | str, ...]]:
+    """Dimension expressions of the flat inputs from torch.export's symbols, with readable names."""
+    placeholders = {n.name: n for n in exported.graph.nodes if n.op == "placeholder"}
+    user = [placeholders[s.arg.name].meta["val"] for s in exported.graph_signature.input_specs if s.kind.name == "USER_INPUT"]
+    symbols: dict[str, str] = {}
+    shapes = []
+    for name, value in zip(names, user, strict=True):
+        dims: list[int | str] = []
+        for axis, size in enumerate(value.shape):
+            if isinstance(size, int):
+                dims.append(size)
+                continue
+            symbol = str(size.node.expr)
+            if symbol not in symbols:
+                symbols[symbol] = _dim_name(name, axis, value, set(symbols.values()))
+            dims.append(symbols[symbol])
+        shapes.append(tuple(dims))
+    for mask in (n for n, fill in fills.items() if fill == "ones"):  # a mask has the shape of its tokens
+        shapes[names.index(mask)] = shapes[names.index(mask.removesuffix("attention_mask") + "input_ids")]
+    return shapes
+
+
+def _dim_name(name: str, axis: int, value: Any, taken: set[str]) -> str:
+    if axis == 0 and "batch" not in taken:
+        return "batch"
+    if axis == 1 and value.dim() == 2 and not value.dtype.is_floating_point and "sequence" not in taken:
+        return "sequence"
+    return f"{name.replace('.', '_').replace('+', '_')}_{axis}"
+
+
+def _must_agree(program: Program, reference: EagerReference, attempt: _Attempt) -> None:
+    """Compare the graph with eager on the example, and for cached graphs at other lengths and without a cache."""
+    sets = [program.examples[0]]
+    if attempt.cached is not None:
+        more = [attempt.cached.make(7, 3, 2).flat()[0], attempt.cached.make(2, 1, 4).flat()[0]]
+        sets += more
+        given = attempt.call.values
+        sets.append(program.signature.bind((), given))
+    exact = True
+    for flat in sets:
+        expected = reference([t.clone() for t in flat])
+        if any(t.is_meta for t in expected):
+            return
+        got = program.run_flat([t.clone() for t in flat])
+        for name, g, e in zip(program.output_names, got, expected, strict=True):
+            if not close(g, e):
+                diff = (g.double() - e.double()).abs().max().item() if g.shape == e.shape else float("nan")
+                raise TraceError(f"the traced graph does not give what the model gives: output `{name}` differs by {diff:.3g}",
+                                 where=program.signature.model, hint="the model keeps state between calls, draws random numbers, "
+                                 "or depends on something that is not an argument")
+            exact = exact and torch.equal(torch.nan_to_num(g), torch.nan_to_num(e))
+    program.trace_exact = exact

@@ -1,0 +1,41 @@
+"""Shapes and dtypes of graph values, as fake tensors; made again where a graph was read from a file."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+from .normalize import fetch
+
+
+def fake_mode_of(program) -> FakeTensorMode:
+    """The fake mode that the graph's values belong to; values are computed if the graph has none."""
+    for node in program.graph.nodes:
+        if isinstance(val := node.meta.get("val"), FakeTensor):
+            return val.fake_mode
+    return propagate(program)
+
+
+def propagate(program) -> FakeTensorMode:
+    """Compute ``meta['val']`` of every node from the example inputs and the signature's dynamic dimensions."""
+    mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+    values: dict[fx.Node, object] = {}
+    inputs = iter(zip(program.inputs, program.examples[0], strict=True))
+    with mode, torch.no_grad():
+        for node in program.graph.nodes:
+            if node.op == "placeholder":
+                spec, example = next(inputs)
+                sizes = [DimDynamic.DYNAMIC if isinstance(d, str) else DimDynamic.STATIC for d in spec.shape]
+                context = StatelessSymbolicContext(dynamic_sizes=sizes)
+                values[node] = mode.from_tensor(example, symbolic_context=context)
+            elif node.op == "get_attr":
+                values[node] = mode.from_tensor(fetch(program._root, node.target), static_shapes=True)
+            elif node.op == "call_function":
+                args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
+                values[node] = node.target(*args, **kwargs)
+            else:
+                continue
+            node.meta["val"] = values[node]
+    return mode

@@ -1,0 +1,141 @@
+"""The checks behind every rewrite. The driver runs them; a pass cannot skip or soften one."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from . import contracts
+from .contracts import Contract
+from .generation import decode
+from .program import Program
+
+DECODE_STEPS = 6
+DECODE_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 8e-3}
+"""Cached decoding against the full forward, largest logit difference relative to the rms of the logits."""
+
+
+@dataclass
+class Check:
+    """One finding: what was checked, whether it holds, and the figures."""
+
+    name: str
+    holds: bool
+    measured: dict[str, Any] = field(default_factory=dict)
+    note: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return {"name": self.name, "holds": self.holds, "measured": self.measured, "note": self.note}
+
+    def __str__(self) -> str:
+        figures = ", ".join(f"{k} {_short(v)}" for k, v in self.measured.items())
+        return f"{'ok  ' if self.holds else 'FAIL'} {self.name}: {figures or self.note}{f' ({self.note})' if self.note and figures else ''}"
+
+
+def _short(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def is_meta(program: Program) -> bool:
+    """Whether the tensors are not there, so that nothing can be run."""
+    return any(p.is_meta for p in program.parameters())
+
+
+def outputs(program: Program, inputs: list[list[torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+    """Named outputs of each input set, without gradients."""
+    results = []
+    with torch.no_grad():
+        for flat in inputs:
+            results.append(dict(zip(program.output_names, program.run_flat(program.signature.complete(flat)), strict=True)))
+    return results
+
+
+def compared(got: list[dict[str, torch.Tensor]], expected: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
+    """Worst difference over input sets, by output name; outputs that only one side has are left out."""
+    return contracts.merge([contracts.compare([g[n] for n in e if n in g], [e[n] for n in e if n in g])
+                            for g, e in zip(got, expected, strict=True)])
+
+
+def check_contract(contract: Contract, got: list[dict], expected: list[dict], name: str) -> Check:
+    """Outputs against what they must be."""
+    measured = compared(got, expected)
+    return Check(name, contract.check(measured), measured, f"contract {contract}")
+
+
+def check_source(program: Program, contract: Contract, inputs: list[list[torch.Tensor]], got: list[dict]) -> Check | None:
+    """Outputs against the source model's own eager run; None where it is not in memory."""
+    if program.reference is None:
+        return None
+    count = len(program.reference.structure.names) if hasattr(program.reference, "structure") else None
+    expected = []
+    for flat in inputs:
+        tensors = program.reference([t.clone() for t in flat[:count]])
+        expected.append(dict(zip(program.output_names[: len(tensors)], tensors, strict=False)))
+    if isinstance(contract, contracts.Exact) and not program.trace_exact:
+        contract = contracts.Rounding(64)
+    return check_contract(contract, got, expected, "against the source model in eager")
+
+
+def check_grad_mode(program: Program, inputs: list[list[torch.Tensor]], got: list[dict]) -> Check:
+    """The same numbers with gradients recorded: a kernel chosen while tracing may not fit the other mode."""
+    flat = program.signature.complete(inputs[0])
+    with torch.enable_grad():
+        result = dict(zip(program.output_names, program.run_flat([t.clone() for t in flat]), strict=True))
+    measured = contracts.compare([result[n].detach() for n in got[0]], list(got[0].values()))
+    return Check("with gradients recorded", measured["ulps"] <= 64, {"bitwise": measured["bitwise"], "max_diff": measured["max_diff"]})
+
+
+def check_decode(program: Program, flat: list[torch.Tensor]) -> Check | None:
+    """Decoding through the cache against full forwards, token by token; None for models without a cache."""
+    names = [i.name for i in program.inputs]
+    if not program.signature.has_cache or "input_ids" not in names or "logits" not in program.output_names:
+        return None
+    ids = flat[names.index("input_ids")][:, :5]
+    tokens, cached = decode(program.signature, program.run_flat, program.output_names, ids, DECODE_STEPS)
+    worst, agree = 0.0, True
+    for step, logits in enumerate(cached):
+        prefix = tokens[:, : ids.shape[1] + step]
+        with torch.no_grad():
+            full = program.run_flat(program.signature.bind((), {"input_ids": prefix}))[0][:, -1]
+        scale = full.double().square().mean().sqrt().item()
+        worst = max(worst, (full.double() - logits.double()).abs().max().item() / max(scale, 1e-12))
+        top2 = full.double().topk(2, -1).values
+        clear = (top2[:, 0] - top2[:, 1]) > 1e-3 * max(scale, 1e-12)
+        agree &= bool(((full.argmax(-1) == logits.argmax(-1)) | ~clear).all())
+    limit = DECODE_TOLERANCE.get(program.dtype, 1e-4)
+    return Check("cached decoding equals the full forward", worst <= limit and agree,
+                 {"tokens": DECODE_STEPS, "max_relative_diff": worst, "argmax_equal": agree})
+
+
+def check_not_vacuous(program: Program, step: Any, plan_number: str, flat: list[torch.Tensor]) -> Check | None:
+    """Changing what the pass added must move an output or a tap; None where it added nothing."""
+    own = {n: t for n, t in program.named_tensors() if n.startswith(f"hcx.{plan_number}.") and ".constant." not in n}
+    if not own:
+        return None
+    complete = program.signature.complete(flat)
+    saved = {n: t.detach().clone() for n, t in own.items()}
+    with torch.no_grad():
+        before = program.run_flat(complete, taps=True)
+        try:
+            for name, tensor in own.items():
+                tensor.copy_(step.perturbed(name, saved[name]))
+            after = program.run_flat(complete, taps=True)
+        finally:
+            for name, tensor in own.items():
+                tensor.copy_(saved[name])
+    moved = max((a.double() - b.double()).nan_to_num().abs().max().item() for a, b in zip(after, before, strict=True) if a.numel())
+    return Check(f"not vacuous: {step.name}", moved > 0 and math.isfinite(moved), {"tensors": len(own), "moved": moved})
+
+
+def check_base_untouched(program: Program, base: Program) -> Check:
+    """Every tensor of the base is bitwise what it was."""
+    theirs = dict(base.named_tensors())
+    changed = [n for n, t in program.named_tensors() if n in theirs and not t.is_meta and not _same(t, theirs[n])]
+    return Check("base parameters untouched", not changed, {"tensors": len(theirs)}, f"changed: {changed[:3]}" if changed else "")
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() or torch.equal(a, b) or torch.equal(torch.nan_to_num(a), torch.nan_to_num(b))
