@@ -5,12 +5,31 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 _HOME = {
-    "trace": "tracer", "Program": "program", "load": "artefact", "save": "artefact",
-    "HcxError": "errors", "UsageError": "errors", "SourceError": "errors", "TraceError": "errors", "NoMatchError": "errors",
-    "PlanError": "errors", "ContractError": "errors", "ExportError": "errors", "ArtefactError": "errors", "ExitCode": "errors",
-    "Plan": "plan", "Site": "plan", "Skip": "plan", "Reason": "plan", "Pass": "passbase",
-    "Exact": "contracts", "Rounding": "contracts", "Metric": "contracts", "Structural": "contracts",
-    "verify": "verification",
+    "trace": "tracer",
+    "Program": "program",
+    "load": "artefact",
+    "save": "artefact",
+    "HcxError": "errors",
+    "UsageError": "errors",
+    "SourceError": "errors",
+    "TraceError": "errors",
+    "NoMatchError": "errors",
+    "PlanError": "errors",
+    "ContractError": "errors",
+    "ExportError": "errors",
+    "ArtefactError": "errors",
+    "ExitCode": "errors",
+    "Plan": "plan",
+    "Site": "plan",
+    "Skip": "plan",
+    "Reason": "plan",
+    "Pass": "passbase",
+    "Exact": "contracts",
+    "Rounding": "contracts",
+    "Metric": "contracts",
+    "Structural": "contracts",
+    "verify": "artefact",
+    "allow_ops": "graph_text",
 }
 __all__ = sorted(_HOME)
 

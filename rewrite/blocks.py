@@ -60,7 +60,10 @@ def _units(groups: list[tuple[str, list[Residual]]], signatures: list[str]) -> l
     joined, position = [], 0
     for start, end, period in repeats(signatures):
         joined += groups[position:start]
-        joined += [(groups[i][0], [r for _, members in groups[i : i + period] for r in members]) for i in range(start, end, period)]
+        joined += [
+            (groups[i][0], [r for _, members in groups[i : i + period] for r in members])
+            for i in range(start, end, period)
+        ]
         position = end
     return joined + groups[position:]
 
@@ -149,7 +152,9 @@ def residual_signature(flow: Dataflow, residual: Residual) -> str:
 def find_runs(blocks: list[Block], caches: set[fx.Node]) -> list[BlockRun]:
     """Maximal runs of equal blocks within one pass over them, with the role of each outside value."""
     texts = [f"{b.iteration}\n{b.key}" for b in blocks]
-    return [BlockRun(start, end, period, _roles(blocks[start:end], period, caches)) for start, end, period in repeats(texts)]
+    return [
+        BlockRun(start, end, period, _roles(blocks[start:end], period, caches)) for start, end, period in repeats(texts)
+    ]
 
 
 def _roles(blocks: list[Block], period: int, caches: set[fx.Node]) -> list[str]:
@@ -160,8 +165,13 @@ def _roles(blocks: list[Block], period: int, caches: set[fx.Node]) -> list[str]:
         elif all(v in caches for v in values):
             roles.append("cache")
         else:
-            cycle = next((p for p in range(2, len(values) // 2 + 1) if all(values[i] is values[i - p] for i in range(p, len(values)))), None)
+            cycle = next(
+                (
+                    p
+                    for p in range(2, len(values) // 2 + 1)
+                    if all(values[i] is values[i - p] for i in range(p, len(values)))
+                ),
+                None,
+            )
             roles.append(f"periodic({cycle})" if cycle else "varying")
     return roles
-
-

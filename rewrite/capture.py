@@ -44,8 +44,11 @@ def bind_call(model: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[Call, 
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise UsageError(f"the example does not fit {type(model).__name__}.forward: {error}", where=f"forward{signature}",
-                         hint="give args and kwargs as you would call the model") from None
+        raise UsageError(
+            f"the example does not fit {type(model).__name__}.forward: {error}",
+            where=f"forward{signature}",
+            hint="give args and kwargs as you would call the model",
+        ) from None
     values: dict[str, Any] = {}
     positions: dict[str, int] = {}
     others: dict[str, str] = {}
@@ -224,7 +227,9 @@ class CachedCalls:
             output = invoke(self.model, self.call.replaced(**plain))
         changes[self.cache] = _field(output, self.cache)
         if self.positions:
-            changes[self.positions] = torch.arange(past, past + length, device=example.device).expand(batch, length).contiguous()
+            changes[self.positions] = (
+                torch.arange(past, past + length, device=example.device).expand(batch, length).contiguous()
+            )
         return self.call.replaced(**changes)
 
 
@@ -267,8 +272,17 @@ def sizes_by_probe(probes: list[tuple[list[torch.Tensor], dict[str, int]]]) -> l
         dims: list[int | str] = []
         for axis in range(tensors[0].dim()):
             seen = [t.shape[axis] for t in tensors]
-            match = next((c for c in candidates if all(
-                size == sum(sizes[n] for n in c.split("+")) for size, (_, sizes) in zip(seen, probes, strict=True))), None)
+            match = next(
+                (
+                    c
+                    for c in candidates
+                    if all(
+                        size == sum(sizes[n] for n in c.split("+"))
+                        for size, (_, sizes) in zip(seen, probes, strict=True)
+                    )
+                ),
+                None,
+            )
             if match is None and len(set(seen)) > 1:
                 raise TraceError(f"a cache dimension takes sizes {seen}, which follow neither batch nor length")
             dims.append(match if match is not None else seen[0])

@@ -86,15 +86,32 @@ def compare(got: list[torch.Tensor], expected: list[torch.Tensor]) -> dict[str, 
         the rms of the reference, the worst output), ``kl`` (mean KL over the last dimension of the first floating
         output, in nats), ``argmax`` (share of positions with the same largest entry there).
     """
-    result: dict[str, Any] = {"bitwise": True, "same_structure": len(got) == len(expected), "max_diff": 0.0, "ulps": 0.0}
+    result: dict[str, Any] = {
+        "bitwise": True,
+        "same_structure": len(got) == len(expected),
+        "max_diff": 0.0,
+        "ulps": 0.0,
+    }
     first = True
     for g, e in zip(got, expected, strict=False):
         if g.shape != e.shape or g.dtype != e.dtype:
-            return {**result, "bitwise": False, "same_structure": False, "max_diff": math.inf, "ulps": math.inf, "kl": math.inf, "argmax": 0.0}
+            return {
+                **result,
+                "bitwise": False,
+                "same_structure": False,
+                "max_diff": math.inf,
+                "ulps": math.inf,
+                "kl": math.inf,
+                "argmax": 0.0,
+            }
         if not e.is_floating_point():
             result["bitwise"] &= torch.equal(g, e)
             continue
-        same = torch.equal(g, e) or torch.equal(torch.nan_to_num(g), torch.nan_to_num(e)) and torch.equal(g.isnan(), e.isnan())
+        same = (
+            torch.equal(g, e)
+            or torch.equal(torch.nan_to_num(g), torch.nan_to_num(e))
+            and torch.equal(g.isnan(), e.isnan())
+        )
         result["bitwise"] &= same
         if not same:
             difference = (g.double() - e.double()).abs()
@@ -120,8 +137,10 @@ def _distributions(got: torch.Tensor, expected: torch.Tensor, same: bool) -> dic
         return {"kl": 0.0, "argmax": 1.0}
     p, q = expected.double().log_softmax(-1), got.double().log_softmax(-1)
     kl = (p.exp() * (p - q)).sum(-1).mean().item()
-    return {"kl": max(kl, 0.0) if not math.isnan(kl) else math.inf,
-            "argmax": (got.argmax(-1) == expected.argmax(-1)).double().mean().item()}
+    return {
+        "kl": max(kl, 0.0) if not math.isnan(kl) else math.inf,
+        "argmax": (got.argmax(-1) == expected.argmax(-1)).double().mean().item(),
+    }
 
 
 def merge(measurements: list[dict[str, Any]]) -> dict[str, Any]:

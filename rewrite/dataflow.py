@@ -5,11 +5,40 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-IDENTITY = {"to", "_to_copy", "alias", "contiguous", "clone", "detach", "lift_fresh_copy", "dropout", "feature_dropout", "dropout_", "positive"}
+IDENTITY = {
+    "to",
+    "_to_copy",
+    "alias",
+    "contiguous",
+    "clone",
+    "detach",
+    "lift_fresh_copy",
+    "dropout",
+    "feature_dropout",
+    "dropout_",
+    "positive",
+}
 """Ops that hand on their first argument unchanged in value (casts only where the dtype stays; dropout by its role)."""
 
-CONTRACTIONS = {"linear", "addmm", "mm", "matmul", "bmm", "baddbmm", "einsum", "conv1d", "conv2d", "conv3d", "convolution",
-                "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "_grouped_mm", "bilinear", "multi_head_attention_forward"}
+CONTRACTIONS = {
+    "linear",
+    "addmm",
+    "mm",
+    "matmul",
+    "bmm",
+    "baddbmm",
+    "einsum",
+    "conv1d",
+    "conv2d",
+    "conv3d",
+    "convolution",
+    "conv_transpose1d",
+    "conv_transpose2d",
+    "conv_transpose3d",
+    "_grouped_mm",
+    "bilinear",
+    "multi_head_attention_forward",
+}
 """Ops that carry a weight where one of their arguments is a parameter of two or more dimensions."""
 
 _END = 2**63 - 1

@@ -6,7 +6,6 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-
 from . import contracts
 from .contracts import Contract, Exact
 from .errors import ContractError
@@ -30,7 +29,9 @@ from .verification import (
 Progress = Callable[[str], None]
 
 
-def rewrite(program: Program, what: Any, *, check: bool = True, allow_partial: bool = False, progress: Progress | None = None) -> Program:
+def rewrite(
+    program: Program, what: Any, *, check: bool = True, allow_partial: bool = False, progress: Progress | None = None
+) -> Program:
     """A new Program with the passes applied; the given one is not changed.
 
     Args:
@@ -54,8 +55,15 @@ def rewrite(program: Program, what: Any, *, check: bool = True, allow_partial: b
         require_match(step, plan, allow_partial)
         contract = step.preserves(new, plan)
         number = f"{step.name}_{editor.number}"
-        entry = {"pass": step.name, "pipeline": str(step), "plan": Plan([plan], base_print).to_json(), "contract": contracts.to_json(contract),
-                 "counts": dict(editor.counts), "checks": [], "owed": checker is None}
+        entry = {
+            "pass": step.name,
+            "pipeline": str(step),
+            "plan": Plan([plan], base_print).to_json(),
+            "contract": contracts.to_json(contract),
+            "counts": dict(editor.counts),
+            "checks": [],
+            "owed": checker is None,
+        }
         if checker is not None:
             say(f"checking {step.name}")
             entry["checks"] = [c.to_json() for c in checker.step(new, step, contract, number)]
@@ -68,7 +76,9 @@ def rewrite(program: Program, what: Any, *, check: bool = True, allow_partial: b
     new._forget_compiled()
     if checker is not None:
         say("checking the whole pipeline")
-        entries[-1]["checks"] += [c.to_json() for c in checker.whole(new, [contracts.from_json(e["contract"]) for e in new.history])]
+        entries[-1]["checks"] += [
+            c.to_json() for c in checker.whole(new, [contracts.from_json(e["contract"]) for e in new.history])
+        ]
     return new
 
 
@@ -83,9 +93,11 @@ class _Checker:
     def step(self, program: Program, step: Pass, contract: Contract, number: str) -> list[Check]:
         """After one pass: its contract against the program before it, not vacuous, live."""
         after = outputs(program, self.inputs)
-        checks: list[Check | None] = [check_contract(contract, after, self.before, f"contract of {step.name}"),
-                                      check_not_vacuous(program, step, number, self.inputs[0]),
-                                      check_live(program, self.inputs[0], f"hcx.{number}.")]
+        checks: list[Check | None] = [
+            check_contract(contract, after, self.before, f"contract of {step.name}"),
+            check_not_vacuous(program, step, number, self.inputs[0]),
+            check_live(program, self.inputs[0], f"hcx.{number}."),
+        ]
         self.before = after
         return _required(checks, may_fail={"live gradients"})
 
@@ -93,8 +105,12 @@ class _Checker:
         """After the pipeline: against eager, with gradients, through the cache, and the base tensors."""
         after = self.before
         weakest = next((c for c in promised if not isinstance(c, Exact)), Exact())
-        checks = [check_source(program, weakest, self.inputs, after), check_grad_mode(program, self.inputs, after),
-                  check_decode(program, self.inputs[0]), check_base_untouched(program, self.base)]
+        checks = [
+            check_source(program, weakest, self.inputs, after),
+            check_grad_mode(program, self.inputs, after),
+            check_decode(program, self.inputs[0]),
+            check_base_untouched(program, self.base),
+        ]
         return _required(checks)
 
 
@@ -102,7 +118,10 @@ def _required(checks: list[Check | None], may_fail: frozenset | set = frozenset(
     done = [c for c in checks if c is not None]
     for check in done:
         if not check.holds and check.name not in may_fail:
-            raise ContractError(f"a check failed: {check}", hint="nothing was written; this is a bug of the pass or a model it does not fit")
+            raise ContractError(
+                f"a check failed: {check}",
+                hint="nothing was written; this is a bug of the pass or a model it does not fit",
+            )
     return done
 
 
@@ -119,7 +138,7 @@ def verify_again(program: Program, progress: Progress | None = None) -> list[Che
     checks: list[Check | None] = [check_grad_mode(program, inputs, got), check_decode(program, inputs[0])]
     if program.reference is not None:
         promised = [contracts.from_json(e["contract"]) for e in program.history]
-        checks.append(check_source(program, next((c for c in promised if not isinstance(c, Exact)), Exact()), inputs, got))
+        checks.append(
+            check_source(program, next((c for c in promised if not isinstance(c, Exact)), Exact()), inputs, got)
+        )
     return [c for c in checks if c is not None]
-
-

@@ -84,7 +84,9 @@ class Editor:
         """
         values = [n.meta["val"] for n in nodes]
         with self.fake_mode, torch.no_grad():
-            traced = make_fx(lambda *tensors: function(*tensors), tracing_mode="real", pre_dispatch=True, _allow_non_fake_inputs=True)(*values)
+            traced = make_fx(
+                lambda *tensors: function(*tensors), tracing_mode="real", pre_dispatch=True, _allow_non_fake_inputs=True
+            )(*values)
         mapping = dict(zip((n for n in traced.graph.nodes if n.op == "placeholder"), nodes, strict=True))
         result: Any = None
         for node in traced.graph.nodes:
@@ -119,7 +121,10 @@ class Editor:
     def _mark(self, node: fx.Node) -> None:
         stack = dict(self._anchor.meta.get("nn_module_stack") or {}) if self._anchor is not None else {}
         stack.setdefault("L__self__", ("", self.program.signature.model))
-        stack[f"hcx_{self.pass_name}_{self.number}"] = (f"hcx.{self.pass_name}_{self.number}", f"hcx.passes.{self.pass_name}")
+        stack[f"hcx_{self.pass_name}_{self.number}"] = (
+            f"hcx.{self.pass_name}_{self.number}",
+            f"hcx.passes.{self.pass_name}",
+        )
         node.meta["nn_module_stack"] = stack
         node.meta["custom"] = {"hcx": {"pass": self.pass_name, **self._tag}}
 
@@ -195,7 +200,9 @@ class Editor:
                 renumbered: dict[int, int] = {}
                 for index in tensor_indices(slot):
                     old = signature.inputs[index]
-                    node = self._new_placeholder(last, placeholders[index], f"{CACHE}.{number}.{old.name.rsplit('.', 1)[-1]}")
+                    node = self._new_placeholder(
+                        last, placeholders[index], f"{CACHE}.{number}.{old.name.rsplit('.', 1)[-1]}"
+                    )
                     renumbered[index] = len(signature.inputs)
                     signature.inputs.append(InputSpec(node.meta["hcx_name"], old.dtype, old.shape, old.fill))
                     mapping[placeholders[index]] = last = node
@@ -237,7 +244,12 @@ def list_items(spec: dict, wanted: set[int]) -> list[tuple[dict, list]]:
     found = []
     for item in spec.get("items", ()):
         inner = list_items(item, wanted)
-        if not inner and spec["kind"] in ("list", "tuple") and wanted & set(tensor_indices(item)) and item["kind"] != "tensor":
+        if (
+            not inner
+            and spec["kind"] in ("list", "tuple")
+            and wanted & set(tensor_indices(item))
+            and item["kind"] != "tensor"
+        ):
             inner = [(item, spec["items"])]
         found += inner
     return found

@@ -9,10 +9,12 @@ from .dataflow import Dataflow, settle, value
 from .residuals import find_residuals, hcx_tag, other_adds
 from .sites import Block, Boundary, Carrier, Residual, Sites, Stack
 from .stages import find_stages
+from .values import fake_mode_of
 
 
 def find(program) -> Sites:
     """Stacks, blocks, branches and boundaries of a Program; main stack last."""
+    fake_mode_of(program)
     return find_in_graph(program.graph, cache_nodes(program))
 
 
@@ -45,7 +47,14 @@ def _trunks(flow: Dataflow, residuals: list[Residual]) -> list[list[Residual]]:
         plain = [a for a in earlier if not flow.reaches_by_weight(a, residual.skip)]
         link = max(plain, key=flow.index.__getitem__, default=None)
         if link is None:
-            link = next((a for a in sorted(earlier, key=flow.index.__getitem__, reverse=True) if _is_transition(flow, home[a], a, residual.skip)), None)
+            link = next(
+                (
+                    a
+                    for a in sorted(earlier, key=flow.index.__getitem__, reverse=True)
+                    if _is_transition(flow, home[a], a, residual.skip)
+                ),
+                None,
+            )
         trunk = home[link] if link is not None else []
         if link is None:
             trunks.append(trunk)
@@ -70,7 +79,8 @@ def _is_transition(flow: Dataflow, trunk: list[Residual], add: fx.Node, skip: fx
 
 def _depends_on_input(flow: Dataflow, node: fx.Node) -> bool:
     return node.op == "placeholder" or any(
-        flow.nodes[i].op == "placeholder" for i in _bits(flow.ancestors[flow.index[node]]))
+        flow.nodes[i].op == "placeholder" for i in _bits(flow.ancestors[flow.index[node]])
+    )
 
 
 def _bits(mask: int):
@@ -87,7 +97,11 @@ def _without_inner(flow: Dataflow, trunks: list[list[Residual]]) -> list[list[Re
     for number, trunk in enumerate(trunks):
         nodes = {r.add for r in trunk}
         inner = any(n != number and nodes <= body and length >= len(trunk) for length, n, body in branches)
-        around = [other for n, other in enumerate(trunks) if n != number and {r.add for r in other} <= branches[number][2] and len(other) > len(trunk)]
+        around = [
+            other
+            for n, other in enumerate(trunks)
+            if n != number and {r.add for r in other} <= branches[number][2] and len(other) > len(trunk)
+        ]
         if not inner and not around:
             kept.append(trunk)
     return kept
@@ -125,7 +139,11 @@ def _exit(flow: Dataflow, groups, entries: list[fx.Node], i: int) -> fx.Node:
 def _tail(flow: Dataflow, add: fx.Node, call: str, iteration: int) -> fx.Node:
     """Last value that the block's own module (or the loop around it) makes from its last add."""
     start = flow.index[add]
-    mine = [n for n in flow.nodes[start + 1 :] if value(n) is not None and flow.reaches(add, n) and _inside(n, call, iteration)]
+    mine = [
+        n
+        for n in flow.nodes[start + 1 :]
+        if value(n) is not None and flow.reaches(add, n) and _inside(n, call, iteration)
+    ]
     for node in reversed(mine):
         if not any(u in mine for u in node.users) and not flow.carries_weight(node):
             return node
@@ -133,8 +151,10 @@ def _tail(flow: Dataflow, add: fx.Node, call: str, iteration: int) -> fx.Node:
 
 
 def _inside(node: fx.Node, call: str, iteration: int) -> bool:
-    return any(key.removeprefix("L__self__") == call for key in node.meta.get("nn_module_stack") or {}) and \
-        hcx_tag(node).get("iteration", 1) == iteration
+    return (
+        any(key.removeprefix("L__self__") == call for key in node.meta.get("nn_module_stack") or {})
+        and hcx_tag(node).get("iteration", 1) == iteration
+    )
 
 
 def _like_before(flow: Dataflow, groups, entries: list[fx.Node], i: int, add: fx.Node) -> fx.Node:

@@ -13,8 +13,14 @@ from .signature import CACHE, CallSignature
 Runner = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 
 
-def greedy(program: Program, input_ids: torch.Tensor, steps: int, *, attention_mask: torch.Tensor | None = None,
-           stop: int | None = None) -> torch.Tensor:
+def greedy(
+    program: Program,
+    input_ids: torch.Tensor,
+    steps: int,
+    *,
+    attention_mask: torch.Tensor | None = None,
+    stop: int | None = None,
+) -> torch.Tensor:
     """Prompt and ``steps`` greedy tokens.
 
     Args:
@@ -26,11 +32,27 @@ def greedy(program: Program, input_ids: torch.Tensor, steps: int, *, attention_m
     Raises:
         UsageError: the program does not take ``input_ids``.
     """
-    return decode(program.signature, program.run_flat, program.output_names, input_ids, steps, attention_mask=attention_mask, stop=stop)[0]
+    return decode(
+        program.signature,
+        program.run_flat,
+        program.output_names,
+        input_ids,
+        steps,
+        attention_mask=attention_mask,
+        stop=stop,
+    )[0]
 
 
-def decode(signature: CallSignature, run: Runner, output_names: list[str], input_ids: torch.Tensor, steps: int, *,
-           attention_mask: torch.Tensor | None = None, stop: int | None = None) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def decode(
+    signature: CallSignature,
+    run: Runner,
+    output_names: list[str],
+    input_ids: torch.Tensor,
+    steps: int,
+    *,
+    attention_mask: torch.Tensor | None = None,
+    stop: int | None = None,
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """As :func:`greedy` for anything that runs flat inputs; also returns the last logits of each step."""
     names = [i.name for i in signature.inputs]
     if "input_ids" not in names:
@@ -58,7 +80,9 @@ def decode(signature: CallSignature, run: Runner, output_names: list[str], input
     return tokens, logits
 
 
-def _flat(signature: CallSignature, window: torch.Tensor, mask: torch.Tensor, cache: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+def _flat(
+    signature: CallSignature, window: torch.Tensor, mask: torch.Tensor, cache: dict[str, torch.Tensor]
+) -> list[torch.Tensor]:
     values: dict[str, torch.Tensor] = {"input_ids": window, **cache}
     positions = (mask.cumsum(1) - 1).clamp_min(0)[:, -window.shape[1] :]
     for spec in signature.inputs:
@@ -71,7 +95,14 @@ def _flat(signature: CallSignature, window: torch.Tensor, mask: torch.Tensor, ca
         if spec.name in values:
             flat.append(values[spec.name])
         elif spec.fill == "empty":
-            flat.append(torch.ones([window.shape[0] if d == "batch" else 0 if d == "past" else int(d) for d in spec.shape], dtype=spec.dtype))
+            flat.append(
+                torch.ones(
+                    [window.shape[0] if d == "batch" else 0 if d == "past" else int(d) for d in spec.shape],
+                    dtype=spec.dtype,
+                )
+            )
         else:
-            raise UsageError(f"generation does not know what to give for the input `{spec.name}`", where=signature.model)
+            raise UsageError(
+                f"generation does not know what to give for the input `{spec.name}`", where=signature.model
+            )
     return flat

@@ -25,8 +25,11 @@ def set_mode(program: Program, train: bool) -> None:
         name = op_name(node)
         if train and name in _NORM and node.args[_NORM[name]] is not True:
             stack = list(node.meta.get("nn_module_stack", {}).values())
-            raise UsageError("this graph was traced in eval mode and BatchNorm computes something else in train mode",
-                             where=stack[-1][0] if stack else node.name, hint="train it with frozen statistics in eval mode, as now")
+            raise UsageError(
+                "this graph was traced in eval mode and BatchNorm computes something else in train mode",
+                where=stack[-1][0] if stack else node.name,
+                hint="train it with frozen statistics in eval mode, as now",
+            )
     for node in program.graph.nodes:
         if op_name(node) in _DROPOUT and len(node.args) >= 3:
             node.args = (*node.args[:2], train, *node.args[3:])
@@ -62,9 +65,12 @@ def cast(program: Program, dtype: torch.dtype) -> None:
         _promote(program)
         return
     if program.reference is None or not hasattr(program.reference, "model"):
-        raise UsageError(f"this program cannot be cast to {dtype}: its source model is not in memory, and the graph does not say "
-                         "which casts follow the model's dtype", where=program.signature.model,
-                         hint="rewrite the source model in that dtype: hcx rewrite MODEL --dtype ...")
+        raise UsageError(
+            f"this program cannot be cast to {dtype}: its source model is not in memory, and the graph does not say "
+            "which casts follow the model's dtype",
+            where=program.signature.model,
+            hint="rewrite the source model in that dtype: hcx rewrite MODEL --dtype ...",
+        )
     from .retrace import retraced
 
     other = retraced(program, dtype)
@@ -77,7 +83,9 @@ def _promote(program: Program) -> None:
     for name, buffer in program._root.named_buffers():
         if buffer.is_floating_point() and buffer.dtype != torch.float64:
             raise AssertionError(name)
-    _replace_constants(program.graph, lambda v: torch.float64 if isinstance(v, torch.dtype) and v.is_floating_point else v)
+    _replace_constants(
+        program.graph, lambda v: torch.float64 if isinstance(v, torch.dtype) and v.is_floating_point else v
+    )
     for node in program.graph.nodes:
         if op_name(node) in ("float", "half", "bfloat16"):
             node.target = torch.ops.aten.to.dtype
@@ -85,7 +93,10 @@ def _promote(program: Program) -> None:
     program.examples[:] = [[t.double() if t.is_floating_point() else t for t in flat] for flat in program.examples]
     signature = type(program.signature).from_json(program.signature.to_json())
     signature.outputs.templates = program.signature.outputs.templates
-    signature.inputs = [i if not i.dtype.is_floating_point else type(i)(i.name, torch.float64, i.shape, i.fill) for i in signature.inputs]
+    signature.inputs = [
+        i if not i.dtype.is_floating_point else type(i)(i.name, torch.float64, i.shape, i.fill)
+        for i in signature.inputs
+    ]
     program.__dict__["signature"] = signature
     _drop_values(program)
 

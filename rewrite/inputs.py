@@ -61,7 +61,9 @@ def _variants(sizes: dict[str, int]):
 def _resized(program: Program, sizes: dict[str, int], seed: int) -> list[torch.Tensor]:
     examples = program.signature.complete(program.examples[0])
     shift = [e for e, s in zip(examples, program.inputs, strict=True) if s.fill is None]
-    return [_one(spec, example, sizes, seed if shift else 0) for spec, example in zip(program.inputs, examples, strict=True)]
+    return [
+        _one(spec, example, sizes, seed if shift else 0) for spec, example in zip(program.inputs, examples, strict=True)
+    ]
 
 
 def _one(spec: InputSpec, example: torch.Tensor, sizes: dict[str, int], seed: int) -> torch.Tensor:
@@ -72,7 +74,13 @@ def _one(spec: InputSpec, example: torch.Tensor, sizes: dict[str, int], seed: in
         return torch.ones(shape, dtype=spec.dtype, device=example.device)
     if seed and example.dim() and isinstance(spec.shape[0], str) and example.shape[0]:
         example = example.roll(seed, 0)
-    if seed and spec.shape and isinstance(spec.shape[-1], str) and example.dim() == 2 and not example.is_floating_point():
+    if (
+        seed
+        and spec.shape
+        and isinstance(spec.shape[-1], str)
+        and example.dim() == 2
+        and not example.is_floating_point()
+    ):
         example = example.roll(seed, 1)
     for axis, size in enumerate(shape):
         repeats = -(-size // max(1, example.shape[axis]))

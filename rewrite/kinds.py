@@ -52,30 +52,48 @@ def _reads_elsewhere(flow: Dataflow, skip: fx.Node, attention: fx.Node) -> bool:
     if "attention" in op_name(attention):
         keys = [a for a in attention.args[1:3] if isinstance(a, fx.Node)]
         return bool(keys) and not any(flow.reaches(skip, k) for k in keys)
-    product = next((n for n in _weightless_ancestors(flow, attention, 12) if op_name(n) in ("matmul", "bmm", "einsum", "baddbmm")), None)
+    product = next(
+        (n for n in _weightless_ancestors(flow, attention, 12) if op_name(n) in ("matmul", "bmm", "einsum", "baddbmm")),
+        None,
+    )
     if product is None:
         return False
-    pair = product.args[1:3] if op_name(product) == "baddbmm" else product.args[-1] if op_name(product) == "einsum" else product.args[:2]
+    pair = (
+        product.args[1:3]
+        if op_name(product) == "baddbmm"
+        else product.args[-1]
+        if op_name(product) == "einsum"
+        else product.args[:2]
+    )
     operands = [o for o in pair if isinstance(o, fx.Node)]
     return bool(operands) and not all(flow.reaches(skip, o) for o in operands)
 
 
 def _is_moe(flow: Dataflow, body: list[fx.Node], names: set[str]) -> bool:
-    experts = any(o.op == "get_attr" and (v := value(o)) is not None and v.dim() == 3 and n is not None
-                  for n in body if op_name(n) not in _CONVS and (flow.carries_weight(n) or op_name(n) in ("index", "transpose", "index_select"))
-                  for o in n.all_input_nodes)
+    experts = any(
+        o.op == "get_attr" and (v := value(o)) is not None and v.dim() == 3 and n is not None
+        for n in body
+        if op_name(n) not in _CONVS and (flow.carries_weight(n) or op_name(n) in ("index", "transpose", "index_select"))
+        for o in n.all_input_nodes
+    )
     return "topk" in names or "grouped_mm" in " ".join(names) or ("softmax" in names and experts)
 
 
 def _is_ssm(body: list[fx.Node], names: set[str]) -> bool:
     custom = any("scan" in op_name(n) or "ssm" in op_name(n) for n in body if namespace(n) not in ("aten", ""))
-    return custom or ("exp" in names and bool(names & {"softplus", "cumsum", "sigmoid"}) and bool(names & {"conv1d", "cumsum"}))
+    return custom or (
+        "exp" in names and bool(names & {"softplus", "cumsum", "sigmoid"}) and bool(names & {"conv1d", "cumsum"})
+    )
 
 
 def _is_pointwise_mlp(body: list[fx.Node]) -> bool:
     """Two or more 1 x 1 convolutions: an MLP over channels."""
     pointwise = 0
     for node in body:
-        if op_name(node) in _CONVS and isinstance(node.args[1], fx.Node) and (weight := value(node.args[1])) is not None:
+        if (
+            op_name(node) in _CONVS
+            and isinstance(node.args[1], fx.Node)
+            and (weight := value(node.args[1])) is not None
+        ):
             pointwise += all(int(k) == 1 for k in weight.shape[2:])
     return pointwise >= 2

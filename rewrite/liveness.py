@@ -43,7 +43,12 @@ def check_live(program: Program, flat: list[torch.Tensor], prefix: str) -> Check
         live = [a or b for a, b in zip(live, _alive(later), strict=True)]
     dead = [n for n, ok in zip(names, live, strict=True) if not ok]
     note = f"dead: {', '.join(dead[:5])}" + (f" and {len(dead) - 5} more" if len(dead) > 5 else "") if dead else ""
-    return Check("live gradients", not dead, {"parameters": len(names), "dead": len(dead), "min_rms": min(rms), "max_rms": max(rms)}, note)
+    return Check(
+        "live gradients",
+        not dead,
+        {"parameters": len(names), "dead": len(dead), "min_rms": min(rms), "max_rms": max(rms)},
+        note,
+    )
 
 
 def _alive(rms: list[float]) -> list[bool]:
@@ -71,9 +76,17 @@ def _loss(program: Program, inputs: list[torch.Tensor], results: list[torch.Tens
     for number, (label, value) in enumerate(zip(labels, results, strict=True)):
         if not value.is_floating_point() or not value.numel() or label.startswith("present."):
             continue
-        if ids is not None and value.dim() == 3 and value.shape[:2] == ids.shape and label.rsplit(".", 1)[-1] == "logits" and ids.shape[1] > 1:
+        if (
+            ids is not None
+            and value.dim() == 3
+            and value.shape[:2] == ids.shape
+            and label.rsplit(".", 1)[-1] == "logits"
+            and ids.shape[1] > 1
+        ):
             total = total + F.cross_entropy(value[:, :-1].reshape(-1, value.shape[-1]), ids[:, 1:].reshape(-1))
         else:
-            weights = torch.linspace(-1, 1, value.numel(), dtype=torch.float64).mul(7 + number).sin().reshape(value.shape)
+            weights = (
+                torch.linspace(-1, 1, value.numel(), dtype=torch.float64).mul(7 + number).sin().reshape(value.shape)
+            )
             total = total + (value * weights).mean()
     return total

@@ -14,7 +14,13 @@ from torch import fx
 WRAPPER = "m"
 """Attribute of the tracing wrapper that holds the user's model."""
 
-_ASSERTIONS = {"_assert_tensor_metadata", "_assert_scalar", "_assert_async", "sym_constrain_range", "sym_constrain_range_for_size"}
+_ASSERTIONS = {
+    "_assert_tensor_metadata",
+    "_assert_scalar",
+    "_assert_async",
+    "sym_constrain_range",
+    "sym_constrain_range_for_size",
+}
 
 
 def flat_graph(exported: torch.export.ExportedProgram, input_names: list[str]) -> tuple[fx.Graph, torch.nn.Module]:
@@ -94,8 +100,11 @@ def _state(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def _install(root: torch.nn.Module, module: torch.nn.Module, state: dict[str, torch.Tensor]) -> dict[str, str]:
     """Copy the tensors into a plain module tree under their original names; returns old name -> new name."""
-    transient = {f"{prefix}.{n}".lstrip(".") for prefix, m in module.named_modules(remove_duplicate=False)
-                 for n in m._non_persistent_buffers_set}
+    transient = {
+        f"{prefix}.{n}".lstrip(".")
+        for prefix, m in module.named_modules(remove_duplicate=False)
+        for n in m._non_persistent_buffers_set
+    }
     buffers = dict(module.named_buffers(remove_duplicate=False))
     names: dict[str, str] = {}
     for old, tensor in state.items():

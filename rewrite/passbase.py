@@ -43,7 +43,9 @@ class Pass:
     def perturbed(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Another value for a tensor this pass added, one that must change an output or a tap."""
         noise = torch.linspace(0.5, 1.5, max(tensor.numel(), 1), dtype=torch.float64)[: tensor.numel()]
-        return tensor + (0.1 * (1 + tensor.double().abs()) * noise.reshape(tensor.shape).to(tensor.device)).to(tensor.dtype)
+        return tensor + (0.1 * (1 + tensor.double().abs()) * noise.reshape(tensor.shape).to(tensor.device)).to(
+            tensor.dtype
+        )
 
     def new_plan(self, **fields: Any) -> PassPlan:
         """An empty plan step of this pass with its options."""

@@ -39,8 +39,10 @@ def steps_of(program: Program, what: Any) -> list[tuple[Pass, PassPlan | None]]:
     """
     if isinstance(what, Plan):
         if what.fingerprint is not None and what.fingerprint != fingerprint(program):
-            raise PlanError(f"this plan was made for another program ({what.fingerprint}, not {fingerprint(program)})",
-                            hint="make a plan for this model, or remove `fingerprint` and `sites` to use it as a recipe")
+            raise PlanError(
+                f"this plan was made for another program ({what.fingerprint}, not {fingerprint(program)})",
+                hint="make a plan for this model, or remove `fingerprint` and `sites` to use it as a recipe",
+            )
         return [(spec.build(registry.get(s.name), s.options), s if s.sites is not None else None) for s in what.steps]
     return [(p, None) for p in registry.passes(what)]
 
@@ -55,8 +57,11 @@ def check_order(program: Program, steps: list[Pass]) -> None:
     for step in steps:
         for name, rank in done:
             if rank is not None and step.rank is not None and step.rank < rank:
-                raise PlanError(f"`{step.name}` cannot follow `{name}`", where="pipeline order",
-                                hint=f"put {step.name} before {name}: {name} reads what {step.name} changes")
+                raise PlanError(
+                    f"`{step.name}` cannot follow `{name}`",
+                    where="pipeline order",
+                    hint=f"put {step.name} before {name}: {name} reads what {step.name} changes",
+                )
         done.append((step.name, step.rank))
 
 
@@ -71,10 +76,20 @@ def fork(program: Program) -> Program:
     """A Program with a graph of its own over the same tensors."""
     from .program import copy_graph
 
-    new = Program._build(copy_graph(program.graph), _same_tensors(program), copy.deepcopy(_portable(program)),
-                         examples=program.examples, reference=program.reference, copy_tensors=False)
-    new.__dict__.update(history=copy.deepcopy(program.history), origin=dict(program.origin), companions=dict(program.companions),
-                        trace_exact=program.trace_exact)
+    new = Program._build(
+        copy_graph(program.graph),
+        _same_tensors(program),
+        copy.deepcopy(_portable(program)),
+        examples=program.examples,
+        reference=program.reference,
+        copy_tensors=False,
+    )
+    new.__dict__.update(
+        history=copy.deepcopy(program.history),
+        origin=dict(program.origin),
+        companions=dict(program.companions),
+        trace_exact=program.trace_exact,
+    )
     new.signature.outputs.templates = program.signature.outputs.templates
     return new
 
@@ -97,7 +112,13 @@ def _same_tensors(program: Program):
     return copied(program._root)
 
 
-def walk(program: Program, what: Any, seen: Callable[[Pass, PassPlan, Editor | None], None], *, stop_before_last: bool = False) -> None:
+def walk(
+    program: Program,
+    what: Any,
+    seen: Callable[[Pass, PassPlan, Editor | None], None],
+    *,
+    stop_before_last: bool = False,
+) -> None:
     """Plan and apply each step on ``program`` itself; ``seen`` is called after each."""
     steps = steps_of(program, what)
     check_order(program, [p for p, _ in steps])
@@ -152,8 +173,12 @@ def _check_sites(step: Pass, program: Program, given: PassPlan) -> None:
     known = {s.address for s in step.plan(program).sites or ()}
     for site in given.sites or ():
         if site.address not in known:
-            raise PlanError(f"`{step.name}` has no site `{site.address}` here", where=site.address,
-                            hint="sites can be taken out of a plan or have their details changed; known: " + ", ".join(sorted(known)[:8]))
+            raise PlanError(
+                f"`{step.name}` has no site `{site.address}` here",
+                where=site.address,
+                hint="sites can be taken out of a plan or have their details changed; known: "
+                + ", ".join(sorted(known)[:8]),
+            )
 
 
 def require_match(step: Pass, pass_plan: PassPlan, allow_partial: bool) -> None:
@@ -165,8 +190,14 @@ def require_match(step: Pass, pass_plan: PassPlan, allow_partial: bool) -> None:
     sites, skips = pass_plan.sites or [], pass_plan.skips
     reasons = "; ".join(f"{s.address}: {s.reason.value}{' (' + s.detail + ')' if s.detail else ''}" for s in skips[:5])
     if not sites:
-        raise NoMatchError(f"pass `{step.name}` found nothing to change", where=reasons or "no sites",
-                           hint="`hcx inspect MODEL --why` shows what was found; `hcx plan` shows every skip")
+        raise NoMatchError(
+            f"pass `{step.name}` found nothing to change",
+            where=reasons or "no sites",
+            hint="`hcx inspect MODEL --why` shows what was found; `hcx plan` shows every skip",
+        )
     if len(skips) > len(sites) and not allow_partial:
-        raise NoMatchError(f"pass `{step.name}` would skip {len(skips)} of {len(skips) + len(sites)} sites", where=reasons,
-                           hint="--allow-partial accepts this")
+        raise NoMatchError(
+            f"pass `{step.name}` would skip {len(skips)} of {len(skips) + len(sites)} sites",
+            where=reasons,
+            hint="--allow-partial accepts this",
+        )

@@ -77,7 +77,11 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON; :meth:`from_json` is the inverse."""
-        return {"schema_version": SCHEMA_VERSION, "fingerprint": self.fingerprint, "steps": [asdict(s) for s in self.steps]}
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "fingerprint": self.fingerprint,
+            "steps": [asdict(s) for s in self.steps],
+        }
 
     @staticmethod
     def from_json(data: dict[str, Any] | str) -> Plan:
@@ -89,15 +93,27 @@ class Plan:
         try:
             data = json.loads(data) if isinstance(data, str) else data
             if data["schema_version"] != SCHEMA_VERSION:
-                raise PlanError(f"the plan has schema version {data['schema_version']}, this hcx reads {SCHEMA_VERSION}")
-            steps = [PassPlan(s["name"], dict(s.get("options", {})),
-                              None if s.get("sites") is None else [Site(**x) for x in s["sites"]],
-                              [Skip(x["address"], Reason(x["reason"]), x.get("detail", "")) for x in s.get("skips", [])],
-                              list(s.get("notes", [])), dict(s.get("estimate", {}))) for s in data["steps"]]
+                raise PlanError(
+                    f"the plan has schema version {data['schema_version']}, this hcx reads {SCHEMA_VERSION}"
+                )
+            steps = [
+                PassPlan(
+                    s["name"],
+                    dict(s.get("options", {})),
+                    None if s.get("sites") is None else [Site(**x) for x in s["sites"]],
+                    [Skip(x["address"], Reason(x["reason"]), x.get("detail", "")) for x in s.get("skips", [])],
+                    list(s.get("notes", [])),
+                    dict(s.get("estimate", {})),
+                )
+                for s in data["steps"]
+            ]
         except PlanError:
             raise
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise PlanError(f"this is not a plan: {type(error).__name__}: {error}", hint="make one with `hcx plan MODEL --pass ... --json`") from error
+            raise PlanError(
+                f"this is not a plan: {type(error).__name__}: {error}",
+                hint="make one with `hcx plan MODEL --pass ... --json`",
+            ) from error
         return Plan(steps, data.get("fingerprint"))
 
     def __str__(self) -> str:
@@ -108,7 +124,9 @@ class Plan:
             for site in step.sites or ():
                 detail = " ".join(f"{k}={v}" for k, v in site.detail.items())
                 lines.append(f"  {site.kind:8s} {site.address}  {detail}".rstrip())
-            lines += [f"  skip     {s.address}: {s.reason.value}{': ' + s.detail if s.detail else ''}" for s in step.skips]
+            lines += [
+                f"  skip     {s.address}: {s.reason.value}{': ' + s.detail if s.detail else ''}" for s in step.skips
+            ]
             lines += [f"  note     {n}" for n in step.notes]
             if step.estimate:
                 lines.append("  estimate " + ", ".join(f"{k} {v}" for k, v in step.estimate.items()))

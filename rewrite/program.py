@@ -41,12 +41,30 @@ class Program(torch.nn.Module):
     trace_exact: bool | None
 
     @classmethod
-    def _build(cls, graph: fx.Graph, root: torch.nn.Module, signature: CallSignature, *, examples: list[list[torch.Tensor]],
-               reference: Reference | None = None, copy_tensors: bool = True) -> Program:
+    def _build(
+        cls,
+        graph: fx.Graph,
+        root: torch.nn.Module,
+        signature: CallSignature,
+        *,
+        examples: list[list[torch.Tensor]],
+        reference: Reference | None = None,
+        copy_tensors: bool = True,
+    ) -> Program:
         self = cls()
         self._adopt(copy.deepcopy(root) if copy_tensors else root)
-        self.__dict__.update(graph=graph, signature=signature, history=[], origin={}, examples=examples, reference=reference,
-                             companions={}, trace_exact=None, golden=None, _compiled={})
+        self.__dict__.update(
+            graph=graph,
+            signature=signature,
+            history=[],
+            origin={},
+            examples=examples,
+            reference=reference,
+            companions={},
+            trace_exact=None,
+            golden=None,
+            _compiled={},
+        )
         self.training = False
         return self
 
@@ -204,9 +222,17 @@ class Program(torch.nn.Module):
         return self
 
     def __deepcopy__(self, memo: dict) -> Program:
-        new = Program._build(copy_graph(self.graph), self._root, self.signature, examples=self.examples, reference=self.reference)
-        new.__dict__.update(history=copy.deepcopy(self.history), origin=dict(self.origin), companions=dict(self.companions),
-                            trace_exact=self.trace_exact, golden=self.golden, training=self.training)
+        new = Program._build(
+            copy_graph(self.graph), self._root, self.signature, examples=self.examples, reference=self.reference
+        )
+        new.__dict__.update(
+            history=copy.deepcopy(self.history),
+            origin=dict(self.origin),
+            companions=dict(self.companions),
+            trace_exact=self.trace_exact,
+            golden=self.golden,
+            training=self.training,
+        )
         memo[id(self)] = new
         return new
 

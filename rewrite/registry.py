@@ -25,8 +25,11 @@ def homes() -> dict[str, str]:
     found: dict[str, str] = {}
     for point in entry_points(group=GROUP):
         if found.setdefault(point.name, point.value) != point.value:
-            raise UsageError(f"two packages register a pass named `{point.name}`", where=f"{found[point.name]} and {point.value}",
-                             hint="uninstall one of them")
+            raise UsageError(
+                f"two packages register a pass named `{point.name}`",
+                where=f"{found[point.name]} and {point.value}",
+                hint="uninstall one of them",
+            )
     return dict(sorted(found.items()))
 
 
@@ -39,13 +42,20 @@ def get(name: str) -> type[Pass]:
     known = homes()
     if name not in known:
         near = difflib.get_close_matches(name, known, 1)
-        raise UsageError(f"there is no pass named `{name}`", where=name,
-                         hint=f"did you mean `{near[0]}`?" if near else "known passes: " + ", ".join(known))
+        raise UsageError(
+            f"there is no pass named `{name}`",
+            where=name,
+            hint=f"did you mean `{near[0]}`?" if near else "known passes: " + ", ".join(known),
+        )
     module, _, attribute = known[name].partition(":")
     try:
         cls = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise UsageError(f"the pass `{name}` cannot be imported: {error}", where=known[name], hint="is its package installed completely?") from error
+        raise UsageError(
+            f"the pass `{name}` cannot be imported: {error}",
+            where=known[name],
+            hint="is its package installed completely?",
+        ) from error
     if cls.name != name:
         raise UsageError(f"the pass registered as `{name}` calls itself `{cls.name}`", where=known[name])
     return cls
@@ -59,4 +69,6 @@ def passes(what: Any) -> list[Pass]:
         return [what]
     if isinstance(what, list | tuple) and what:
         return [p for item in what for p in passes(item)]
-    raise UsageError(f"cannot make passes of {type(what).__name__}", hint="give a pipeline string, pass objects or a plan")
+    raise UsageError(
+        f"cannot make passes of {type(what).__name__}", hint="give a pipeline string, pass objects or a plan"
+    )

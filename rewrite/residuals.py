@@ -56,7 +56,12 @@ def _is_candidate(node: fx.Node) -> bool:
     if not all(isinstance(a, fx.Node) for a in node.args[:2]):
         return False
     val = value(node)
-    return val is not None and val.is_floating_point() and val.dim() >= 2 and any(shape(a) == shape(node) for a in node.args[:2])
+    return (
+        val is not None
+        and val.is_floating_point()
+        and val.dim() >= 2
+        and any(shape(a) == shape(node) for a in node.args[:2])
+    )
 
 
 def _terms(node: fx.Node, top: fx.Node, flatten: bool) -> tuple[list[tuple[fx.Node, bool]], list[fx.Node]]:
@@ -66,7 +71,13 @@ def _terms(node: fx.Node, top: fx.Node, flatten: bool) -> tuple[list[tuple[fx.No
     for position, operand in enumerate(node.args[:2]):
         inner = resolve(operand)
         scaled = position == 1 and node.kwargs.get("alpha", 1) != 1
-        if flatten and not scaled and _is_candidate(inner) and len(live_users(inner)) == 1 and owner(inner) == owner(top):
+        if (
+            flatten
+            and not scaled
+            and _is_candidate(inner)
+            and len(live_users(inner)) == 1
+            and owner(inner) == owner(top)
+        ):
             deeper, more = _terms(inner, top, flatten)
             terms += deeper
             adds += more
@@ -119,8 +130,25 @@ def _projected(flow: Dataflow, node: fx.Node, terms: list[tuple[fx.Node, bool]])
 
 
 _SPATIAL = {"conv1d", "conv2d", "conv3d", "convolution", "avg_pool1d", "avg_pool2d", "avg_pool3d", "max_pool2d"}
-_NONLINEAR = {"relu", "relu_", "gelu", "silu", "silu_", "hardswish", "hardswish_", "hardtanh", "hardtanh_", "leaky_relu", "leaky_relu_",
-              "elu", "sigmoid", "tanh", "mish", "softmax", "relu6"}
+_NONLINEAR = {
+    "relu",
+    "relu_",
+    "gelu",
+    "silu",
+    "silu_",
+    "hardswish",
+    "hardswish_",
+    "hardtanh",
+    "hardtanh_",
+    "leaky_relu",
+    "leaky_relu_",
+    "elu",
+    "sigmoid",
+    "tanh",
+    "mish",
+    "softmax",
+    "relu6",
+}
 
 
 def _is_projection(path: list[fx.Node]) -> bool:

@@ -19,14 +19,18 @@ def retraced(program: Program, dtype: torch.dtype) -> Program:
     reference = program.reference
     model = copy.deepcopy(reference.model).to(dtype)
     flat = [t.to(dtype) if t.is_floating_point() else t for t in program.examples[0][: len(reference.structure.names)]]
-    values = {n: v for n, v in reference.structure.rebuild(flat).items() if n not in reference.optional and n != "use_cache"}
+    values = {
+        n: v for n, v in reference.structure.rebuild(flat).items() if n not in reference.optional and n != "use_cache"
+    }
     masks = [i.name for i in program.inputs if i.fill == "ones"]
     call = Call({n: v for n, v in values.items() if n not in masks}, reference.positions)
     new = trace(model, (), call.values)
     for entry in program.history:
         new = rewrite(new, Plan.from_json({**entry["plan"], "fingerprint": None}), check=False)
     state = {n: t for n, t in program.state_dict().items()}
-    new.load_state_dict({n: t.to(dtype) if t.is_floating_point() and n not in _kept(program) else t for n, t in state.items()})
+    new.load_state_dict(
+        {n: t.to(dtype) if t.is_floating_point() and n not in _kept(program) else t for n, t in state.items()}
+    )
     new.companions = program.companions
     return new
 

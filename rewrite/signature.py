@@ -35,7 +35,12 @@ class InputSpec:
     fill: str | None = None
 
     def to_json(self) -> dict:
-        return {"name": self.name, "dtype": str(self.dtype).removeprefix("torch."), "shape": list(self.shape), "fill": self.fill}
+        return {
+            "name": self.name,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "shape": list(self.shape),
+            "fill": self.fill,
+        }
 
     @staticmethod
     def from_json(data: dict) -> InputSpec:
@@ -93,8 +98,11 @@ class CallSignature:
                 for index, tensor in zip(indices, extract(argument.spec, value, argument.name), strict=True):
                     flat[index] = tensor
             elif not argument.fill and indices:
-                raise UsageError(f"argument `{argument.name}` of {self.model} is missing", where=argument.name,
-                                 hint="this program was traced with it; give a tensor")
+                raise UsageError(
+                    f"argument `{argument.name}` of {self.model} is missing",
+                    where=argument.name,
+                    hint="this program was traced with it; give a tensor",
+                )
         sizes = self._sizes(flat)
         return [t if t is not None else _filled(spec, sizes, flat) for t, spec in zip(flat, self.inputs, strict=True)]
 
@@ -119,7 +127,10 @@ class CallSignature:
                 raise self._unsupported(f"positional argument {index}")
             given[name] = value
         known = {a.name for a in self.arguments}
-        cache = next((a.name for a in self.arguments if any(self.inputs[i].fill == "empty" for i in tensor_indices(a.spec))), CACHE)
+        cache = next(
+            (a.name for a in self.arguments if any(self.inputs[i].fill == "empty" for i in tensor_indices(a.spec))),
+            CACHE,
+        )
         for name, value in kwargs.items():
             name = cache if name == CACHE else name
             if name in given:
@@ -133,9 +144,12 @@ class CallSignature:
         return given
 
     def _unsupported(self, what: str) -> UsageError:
-        return UsageError(f"{what} was not part of the call that was traced", where=self.model,
-                          hint="trace(model, args, kwargs) with an example that passes it; this program takes "
-                               + ", ".join(a.name for a in self.arguments))
+        return UsageError(
+            f"{what} was not part of the call that was traced",
+            where=self.model,
+            hint="trace(model, args, kwargs) with an example that passes it; this program takes "
+            + ", ".join(a.name for a in self.arguments),
+        )
 
     def _sizes(self, flat: list[torch.Tensor | None]) -> dict[str, int]:
         sizes: dict[str, int] = {}
@@ -143,21 +157,32 @@ class CallSignature:
             if tensor is None:
                 continue
             if tensor.dim() != len(spec.shape):
-                raise UsageError(f"input `{spec.name}` has {tensor.dim()} dimensions, traced with {len(spec.shape)}", where=spec.name)
+                raise UsageError(
+                    f"input `{spec.name}` has {tensor.dim()} dimensions, traced with {len(spec.shape)}", where=spec.name
+                )
             for axis, dim in enumerate(spec.shape):
                 size = tensor.shape[axis]
                 if isinstance(dim, int):
                     if size != dim:
-                        raise UsageError(f"dimension {axis} of `{spec.name}` is fixed to {dim}, got {size}", where=spec.name,
-                                         hint="the model fixes this size, or the example had size 1 there: trace with another example")
+                        raise UsageError(
+                            f"dimension {axis} of `{spec.name}` is fixed to {dim}, got {size}",
+                            where=spec.name,
+                            hint="the model fixes this size, or the example had size 1 there: trace with another example",
+                        )
                 elif "+" not in dim and sizes.setdefault(dim, size) != size:
-                    raise UsageError(f"dimension {axis} of `{spec.name}` is {size}, but `{dim}` is {sizes[dim]} in another input", where=spec.name)
+                    raise UsageError(
+                        f"dimension {axis} of `{spec.name}` is {size}, but `{dim}` is {sizes[dim]} in another input",
+                        where=spec.name,
+                    )
         if "past" in self.dims:
             sizes.setdefault("past", 0)
         for spec, tensor in zip(self.inputs, flat, strict=True):
             for axis, dim in enumerate(spec.shape if tensor is not None else ()):
                 if isinstance(dim, str) and "+" in dim and tensor.shape[axis] != size_of(dim, sizes):
-                    raise UsageError(f"dimension {axis} of `{spec.name}` is {tensor.shape[axis]}, must be {dim} = {size_of(dim, sizes)}", where=spec.name)
+                    raise UsageError(
+                        f"dimension {axis} of `{spec.name}` is {tensor.shape[axis]}, must be {dim} = {size_of(dim, sizes)}",
+                        where=spec.name,
+                    )
         return sizes
 
     @property
@@ -176,14 +201,25 @@ class CallSignature:
         return any(spec.fill == "empty" for spec in self.inputs)
 
     def to_json(self) -> dict:
-        return {"model": self.model, "arguments": [a.to_json() for a in self.arguments], "others": self.others,
-                "inputs": [i.to_json() for i in self.inputs], "outputs": self.outputs.to_json(), "notes": self.notes}
+        return {
+            "model": self.model,
+            "arguments": [a.to_json() for a in self.arguments],
+            "others": self.others,
+            "inputs": [i.to_json() for i in self.inputs],
+            "outputs": self.outputs.to_json(),
+            "notes": self.notes,
+        }
 
     @staticmethod
     def from_json(data: dict) -> CallSignature:
-        return CallSignature(data["model"], [Argument(**a) for a in data["arguments"]], dict(data["others"]),
-                             [InputSpec.from_json(i) for i in data["inputs"]], Structure.from_json(data["outputs"]),
-                             list(data["notes"]))
+        return CallSignature(
+            data["model"],
+            [Argument(**a) for a in data["arguments"]],
+            dict(data["others"]),
+            [InputSpec.from_json(i) for i in data["inputs"]],
+            Structure.from_json(data["outputs"]),
+            list(data["notes"]),
+        )
 
 
 def tensor_indices(spec: dict):
@@ -203,7 +239,9 @@ def _filled(spec: InputSpec, sizes: dict[str, int], flat: list) -> torch.Tensor:
     first = next(t for t in flat if t is not None)
     missing = [n for d in spec.shape if isinstance(d, str) for n in d.split("+") if n not in sizes]
     if missing:
-        raise UsageError(f"cannot fill the omitted input `{spec.name}`: size `{missing[0]}` is unknown", where=spec.name)
+        raise UsageError(
+            f"cannot fill the omitted input `{spec.name}`: size `{missing[0]}` is unknown", where=spec.name
+        )
     shape = [size_of(dim, sizes) for dim in spec.shape]
     if spec.fill == "positions":
         start = sizes.get("past", 0)

@@ -23,12 +23,18 @@ def parse(text: str) -> list[tuple[str, dict[str, str]]]:
     for item in split(text):
         found = re.fullmatch(r"([A-Za-z_][\w.-]*)\s*(?:\{(.*)\})?", item, re.S)
         if not found:
-            raise UsageError(f"cannot read the pass {item!r}", where=text, hint="write name{option=value,...}, passes separated by commas")
+            raise UsageError(
+                f"cannot read the pass {item!r}",
+                where=text,
+                hint="write name{option=value,...}, passes separated by commas",
+            )
         options: dict[str, str] = {}
         for pair in split(found[2] or ""):
             key, equals, value = pair.partition("=")
             if not equals:
-                raise UsageError(f"option {pair!r} of pass `{found[1]}` has no value", where=text, hint="write option=value")
+                raise UsageError(
+                    f"option {pair!r} of pass `{found[1]}` has no value", where=text, hint="write option=value"
+                )
             if key.strip() in options:
                 raise UsageError(f"option `{key.strip()}` of pass `{found[1]}` is given twice", where=text)
             options[key.strip()] = value.strip()
@@ -74,8 +80,11 @@ def build(cls: type, options: dict[str, Any]) -> Any:
     for name, raw in options.items():
         if name not in fields:
             near = difflib.get_close_matches(name, fields, 1)
-            raise UsageError(f"pass `{cls.name}` has no option `{name}`", where=name,
-                             hint=f"did you mean `{near[0]}`?" if near else "options: " + ", ".join(fields))
+            raise UsageError(
+                f"pass `{cls.name}` has no option `{name}`",
+                where=name,
+                hint=f"did you mean `{near[0]}`?" if near else "options: " + ", ".join(fields),
+            )
         values[name] = convert(raw, hints[name], f"{cls.name}{{{name}=...}}")
     return cls(**values)
 
@@ -151,7 +160,13 @@ def unparse(step: Any) -> str:
     parts = []
     for f in dataclasses.fields(step):
         value = getattr(step, f.name)
-        default = f.default if f.default is not dataclasses.MISSING else f.default_factory() if f.default_factory is not dataclasses.MISSING else _NO
+        default = (
+            f.default
+            if f.default is not dataclasses.MISSING
+            else f.default_factory()
+            if f.default_factory is not dataclasses.MISSING
+            else _NO
+        )
         if value != default:
             parts.append(f"{f.name}={_text(value)}")
     return step.name + (f"{{{','.join(parts)}}}" if parts else "")

@@ -16,7 +16,11 @@ def find_stages(flow: Dataflow, graph: fx.Graph) -> list[Stack]:
     resolution, only the boundaries at such changes are kept.
     """
     outputs = [n for n in graph.output_node().args[0] if isinstance(n, fx.Node)]
-    sources = [n for n in graph.nodes if n.op == "placeholder" and outputs and flow.reaches(n, outputs[0]) and n is not outputs[0]]
+    sources = [
+        n
+        for n in graph.nodes
+        if n.op == "placeholder" and outputs and flow.reaches(n, outputs[0]) and n is not outputs[0]
+    ]
     if not sources:
         return []
     cuts = flow.cut_vertices(sources[0], outputs[0])
@@ -26,7 +30,11 @@ def find_stages(flow: Dataflow, graph: fx.Graph) -> list[Stack]:
     rank = value(candidates[0]).dim()
     candidates = [n for n in candidates if value(n).dim() == rank]
     if rank > 2 and len({_resolution(n) for n in candidates}) > 1:
-        candidates = [n for i, n in enumerate(candidates) if i == len(candidates) - 1 or _resolution(n) != _resolution(candidates[i + 1])]
+        candidates = [
+            n
+            for i, n in enumerate(candidates)
+            if i == len(candidates) - 1 or _resolution(n) != _resolution(candidates[i + 1])
+        ]
         start = _resolution(sources[0])
         candidates = [n for n in candidates if _resolution(n) != start]
     if not candidates:
@@ -63,7 +71,11 @@ def _as_stack(flow: Dataflow, nodes: list[fx.Node]) -> Stack:
 
 def _name(flow: Dataflow, body: list[fx.Node], index: int) -> str:
     """Longest module path shared by the weight-carrying ops of the stage."""
-    paths = [list(n.meta.get("nn_module_stack", {}).values())[-1][0].split(".") for n in body if flow.carries_weight(n) and n.meta.get("nn_module_stack")]
+    paths = [
+        list(n.meta.get("nn_module_stack", {}).values())[-1][0].split(".")
+        for n in body
+        if flow.carries_weight(n) and n.meta.get("nn_module_stack")
+    ]
     shared = []
     for parts in zip(*paths, strict=False):
         if len(set(parts)) > 1:

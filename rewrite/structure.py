@@ -103,21 +103,29 @@ class _Walker:
         if isinstance(value, torch.device):
             return {"kind": "device", "value": str(value)}
         if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return self._fields("namedtuple", value, dict(zip(value._fields, value, strict=True)), path,
-                                lambda fields, cls=type(value): cls(**fields))
+            return self._fields(
+                "namedtuple",
+                value,
+                dict(zip(value._fields, value, strict=True)),
+                path,
+                lambda fields, cls=type(value): cls(**fields),
+            )
         if isinstance(value, list | tuple):
             kind = "list" if isinstance(value, list) else "tuple"
             return {"kind": kind, "items": [self.walk(v, _join(path, str(i))) for i, v in enumerate(value)]}
         if type(value) in (dict, OrderedDict) or (isinstance(value, dict) and not dataclasses.is_dataclass(value)):
             if not all(isinstance(k, str | int) for k in value):
-                raise UsageError("a dict in the model's inputs or outputs has keys that are neither str nor int", where=path)
+                raise UsageError(
+                    "a dict in the model's inputs or outputs has keys that are neither str nor int", where=path
+                )
             keys = list(value)
             return {"kind": "dict", "keys": keys, "items": [self.walk(value[k], _join(path, str(k))) for k in keys]}
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             names = list(value) if isinstance(value, dict) else [f.name for f in dataclasses.fields(value)]
             get = value.__getitem__ if isinstance(value, dict) else lambda n: getattr(value, n)
-            return self._fields("record", value, {n: get(n) for n in names}, path,
-                                lambda fields, cls=type(value): cls(**fields))
+            return self._fields(
+                "record", value, {n: get(n) for n in names}, path, lambda fields, cls=type(value): cls(**fields)
+            )
         return self._object(value, path)
 
     def _leaf(self, tensor: torch.Tensor, path: str, kind: str) -> Spec:
@@ -146,8 +154,13 @@ class _Walker:
         items = [self.walk(v, _join(path, _short(k))) for k, v in attributes.items()]
         number = len(self.templates)
         self.templates[number] = build
-        return {"kind": "object", "class": type(value).__name__, "template": number,
-                "fields": list(attributes), "items": items}
+        return {
+            "kind": "object",
+            "class": type(value).__name__,
+            "template": number,
+            "fields": list(attributes),
+            "items": items,
+        }
 
 
 def holds_tensors(value: Any, depth: int = 6) -> bool:
@@ -216,17 +229,26 @@ def _extract(spec: Spec, value: Any, path: str, found: list) -> None:
     kind = spec["kind"]
     if kind == "tensor":
         if not isinstance(value, torch.Tensor):
-            raise UsageError(f"argument `{path}` was a tensor when traced, now it is {_kind_of(value)}", where=path,
-                             hint="trace the model again with an example that passes it this way")
+            raise UsageError(
+                f"argument `{path}` was a tensor when traced, now it is {_kind_of(value)}",
+                where=path,
+                hint="trace the model again with an example that passes it this way",
+            )
         found.append(value)
     elif kind in ("const", "dtype", "device", "int"):
         expected = _rebuild(spec, [], {}) if kind != "int" else value
         if value is not expected and not (type(value) is type(expected) and value == expected):
-            raise UsageError(f"argument `{path}` was {expected!r} when traced and is part of the graph, now it is "
-                             f"{_kind_of(value)}", where=path, hint="trace the model again with an example that passes it this way")
+            raise UsageError(
+                f"argument `{path}` was {expected!r} when traced and is part of the graph, now it is {_kind_of(value)}",
+                where=path,
+                hint="trace the model again with an example that passes it this way",
+            )
     elif kind in ("list", "tuple"):
         if not isinstance(value, list | tuple) or len(value) != len(spec["items"]):
-            raise UsageError(f"argument `{path}` was a {kind} of {len(spec['items'])} when traced, now it is {_kind_of(value)}", where=path)
+            raise UsageError(
+                f"argument `{path}` was a {kind} of {len(spec['items'])} when traced, now it is {_kind_of(value)}",
+                where=path,
+            )
         for i, item in enumerate(spec["items"]):
             _extract(item, value[i], f"{path}.{i}", found)
     else:

@@ -64,7 +64,9 @@ class EagerReference:
     A call with empty caches goes to the model as the user would make it, without caches.
     """
 
-    def __init__(self, model: torch.nn.Module, structure: Structure, positions: dict[str, int], optional: dict[str, bool]):
+    def __init__(
+        self, model: torch.nn.Module, structure: Structure, positions: dict[str, int], optional: dict[str, bool]
+    ):
         self.model, self.structure, self.positions, self.optional = model, structure, positions, optional
 
     def __call__(self, flat: list[torch.Tensor], *, grad: bool = False) -> list[torch.Tensor]:
@@ -82,7 +84,9 @@ def _counts_from_zero(positions: torch.Tensor) -> bool:
     return torch.equal(positions, torch.arange(positions.shape[-1], device=positions.device).expand_as(positions))
 
 
-def trace(model: torch.nn.Module, args: tuple = (), kwargs: dict | None = None, *, cache: bool | None = None) -> Program:
+def trace(
+    model: torch.nn.Module, args: tuple = (), kwargs: dict | None = None, *, cache: bool | None = None
+) -> Program:
     """Trace a model into a :class:`Program`. The model is never touched; its tensors are copied.
 
     Args:
@@ -101,8 +105,11 @@ def trace(model: torch.nn.Module, args: tuple = (), kwargs: dict | None = None, 
     except HcxError:
         raise
     except Exception as error:
-        raise TraceError(f"the model itself fails on the example: {type(error).__name__}: {error}", where=_last_frame(error),
-                         hint="check the example inputs by calling the model") from error
+        raise TraceError(
+            f"the model itself fails on the example: {type(error).__name__}: {error}",
+            where=_last_frame(error),
+            hint="check the example inputs by calling the model",
+        ) from error
     call = enlarged(model, separate(call))
     call, masks = with_mask(model, call, others)
     others = {n: d for n, d in others.items() if n not in masks}
@@ -138,8 +145,11 @@ def _attempts(model, call: Call, others: dict[str, str], masks: list[str], cache
         attempts.append(_Attempt(maker.call, {**fills, **own}, "a cache", maker))
     if cache is True:
         if not attempts:
-            raise TraceError("the model does not return a cache that it also takes", where=type(model).__name__,
-                             hint="leave out cache=True")
+            raise TraceError(
+                "the model does not return a cache that it also takes",
+                where=type(model).__name__,
+                hint="leave out cache=True",
+            )
         return attempts
     if "use_cache" in others and maker is not None:
         call = call.replaced(use_cache=False)
@@ -154,7 +164,9 @@ def _trace_once(model: torch.nn.Module, attempt: _Attempt, others: dict[str, str
         length = next(v for n, v in call.values.items() if n == attempt.cached.ids).shape[1]
         sizes = [(2, max(length, 3), max(2, length // 2)), (3, max(2, length - 1), max(length - 2, 4)), (2, 3, 5)]
         calls = [attempt.cached.make(past, batch, size) for batch, size, past in sizes]
-        probes = [(c.flat()[0], {"batch": b, "sequence": s, "past": p}) for c, (b, s, p) in zip(calls, sizes, strict=True)]
+        probes = [
+            (c.flat()[0], {"batch": b, "sequence": s, "past": p}) for c, (b, s, p) in zip(calls, sizes, strict=True)
+        ]
         call = calls[0]
     flat, structure = call.flat()
     wrapper = _Wrapper(model, structure, call.positions)
@@ -165,17 +177,27 @@ def _trace_once(model: torch.nn.Module, attempt: _Attempt, others: dict[str, str
     fill_of = {name: fill for n, fill in attempt.fills.items() for name in structure.names if name.split(".")[0] == n}
     names = [_flat_cache_name(n, attempt.cached.cache, CACHE) if attempt.cached else n for n in structure.names]
     graph, root = flat_graph(exported, names)
-    inputs = [InputSpec(name, t.dtype, shape, fill_of.get(old))
-              for name, old, t, shape in zip(names, structure.names, flat, shapes, strict=True)]
-    arguments = [Argument(name, call.positions.get(name), spec, name in attempt.fills)
-                 for name, spec in zip(structure.spec["keys"], structure.spec["items"], strict=True)]
+    inputs = [
+        InputSpec(name, t.dtype, shape, fill_of.get(old))
+        for name, old, t, shape in zip(names, structure.names, flat, shapes, strict=True)
+    ]
+    arguments = [
+        Argument(name, call.positions.get(name), spec, name in attempt.fills)
+        for name, spec in zip(structure.spec["keys"], structure.spec["items"], strict=True)
+    ]
     if attempt.cached is not None:
         outputs.names = [_flat_cache_name(n, attempt.cached.cache, "present") for n in outputs.names]
     positions = {n: p for n, p in call.positions.items()}
     for argument in arguments:
         argument.position = _position(model, argument.name, positions)
-    signature = CallSignature(type(model).__name__, arguments,
-                              {n: d for n, d in others.items() if n not in call.values}, inputs, outputs, attempt.notes)
+    signature = CallSignature(
+        type(model).__name__,
+        arguments,
+        {n: d for n, d in others.items() if n not in call.values},
+        inputs,
+        outputs,
+        attempt.notes,
+    )
     optional = {n: fill == "empty" for n, fill in attempt.fills.items() if fill in ("empty", "positions")}
     reference = EagerReference(model, structure, call.positions, optional)
     program = Program._build(graph, root, signature, examples=[[t.detach().clone() for t in flat]], reference=reference)
@@ -228,13 +250,22 @@ def _explain(error: Exception, model: torch.nn.Module) -> TraceError:
     name, text = type(error).__name__, str(error)
     where = _last_frame(error) or _frame_in_text(text) or type(model).__name__
     if "GuardOnDataDependent" in name or "data-dependent" in text.lower():
-        return TraceError("the model decides on a tensor's value, so one graph cannot stand for it", where=where,
-                          hint="rewrite the branch with torch.where or torch.cond")
+        return TraceError(
+            "the model decides on a tensor's value, so one graph cannot stand for it",
+            where=where,
+            hint="rewrite the branch with torch.where or torch.cond",
+        )
     if "Constraints violated" in text:
-        return TraceError(f"a dimension was fixed by the model: {_first_line(error)}", where=where,
-                          hint="give examples with sizes of 2 or more")
-    return TraceError(f"torch.export cannot trace the model: {name}: {_first_line(error)}", where=where,
-                      hint="see the line above; -vv shows the whole traceback")
+        return TraceError(
+            f"a dimension was fixed by the model: {_first_line(error)}",
+            where=where,
+            hint="give examples with sizes of 2 or more",
+        )
+    return TraceError(
+        f"torch.export cannot trace the model: {name}: {_first_line(error)}",
+        where=where,
+        hint="see the line above; -vv shows the whole traceback",
+    )
 
 
 def _first_line(error: Exception) -> str:
@@ -262,7 +293,11 @@ def _frame_in_text(text: str) -> str | None:
 def _exported_shapes(exported, names: list[str], fills: dict[str, str]) -> list[tuple[int | str, ...]]:
     """Dimension expressions of the flat inputs from torch.export's symbols, with readable names."""
     placeholders = {n.name: n for n in exported.graph.nodes if n.op == "placeholder"}
-    user = [placeholders[s.arg.name].meta["val"] for s in exported.graph_signature.input_specs if s.kind.name == "USER_INPUT"]
+    user = [
+        placeholders[s.arg.name].meta["val"]
+        for s in exported.graph_signature.input_specs
+        if s.kind.name == "USER_INPUT"
+    ]
     symbols: dict[str, str] = {}
     shapes = []
     for name, value in zip(names, user, strict=True):
@@ -306,8 +341,11 @@ def _must_agree(program: Program, reference: EagerReference, attempt: _Attempt) 
         for name, g, e in zip(program.output_names, got, expected, strict=True):
             if not close(g, e):
                 diff = (g.double() - e.double()).abs().max().item() if g.shape == e.shape else float("nan")
-                raise TraceError(f"the traced graph does not give what the model gives: output `{name}` differs by {diff:.3g}",
-                                 where=program.signature.model, hint="the model keeps state between calls, draws random numbers, "
-                                 "or depends on something that is not an argument")
+                raise TraceError(
+                    f"the traced graph does not give what the model gives: output `{name}` differs by {diff:.3g}",
+                    where=program.signature.model,
+                    hint="the model keeps state between calls, draws random numbers, "
+                    "or depends on something that is not an argument",
+                )
             exact = exact and torch.equal(torch.nan_to_num(g), torch.nan_to_num(e))
     program.trace_exact = exact

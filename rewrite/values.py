@@ -11,11 +11,15 @@ from .normalize import fetch
 
 
 def fake_mode_of(program) -> FakeTensorMode:
-    """The fake mode that the graph's values belong to; values are computed if the graph has none."""
+    """The fake mode that the graph's values belong to; values are computed if any is missing."""
+    mode = None
     for node in program.graph.nodes:
-        if isinstance(val := node.meta.get("val"), FakeTensor):
-            return val.fake_mode
-    return propagate(program)
+        val = node.meta.get("val")
+        if val is None and node.op != "output":
+            return propagate(program)
+        if isinstance(val, FakeTensor):
+            mode = val.fake_mode
+    return mode if mode is not None else propagate(program)
 
 
 def propagate(program) -> FakeTensorMode:

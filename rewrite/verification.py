@@ -49,14 +49,20 @@ def outputs(program: Program, inputs: list[list[torch.Tensor]]) -> list[dict[str
     results = []
     with torch.no_grad():
         for flat in inputs:
-            results.append(dict(zip(program.output_names, program.run_flat(program.signature.complete(flat)), strict=True)))
+            results.append(
+                dict(zip(program.output_names, program.run_flat(program.signature.complete(flat)), strict=True))
+            )
     return results
 
 
 def compared(got: list[dict[str, torch.Tensor]], expected: list[dict[str, torch.Tensor]]) -> dict[str, Any]:
     """Worst difference over input sets, by output name; outputs that only one side has are left out."""
-    return contracts.merge([contracts.compare([g[n] for n in e if n in g], [e[n] for n in e if n in g])
-                            for g, e in zip(got, expected, strict=True)])
+    return contracts.merge(
+        [
+            contracts.compare([g[n] for n in e if n in g], [e[n] for n in e if n in g])
+            for g, e in zip(got, expected, strict=True)
+        ]
+    )
 
 
 def check_contract(contract: Contract, got: list[dict], expected: list[dict], name: str) -> Check:
@@ -65,7 +71,9 @@ def check_contract(contract: Contract, got: list[dict], expected: list[dict], na
     return Check(name, contract.check(measured), measured, f"contract {contract}")
 
 
-def check_source(program: Program, contract: Contract, inputs: list[list[torch.Tensor]], got: list[dict]) -> Check | None:
+def check_source(
+    program: Program, contract: Contract, inputs: list[list[torch.Tensor]], got: list[dict]
+) -> Check | None:
     """Outputs against the source model's own eager run; None where it is not in memory."""
     if program.reference is None:
         return None
@@ -85,7 +93,11 @@ def check_grad_mode(program: Program, inputs: list[list[torch.Tensor]], got: lis
     with torch.enable_grad():
         result = dict(zip(program.output_names, program.run_flat([t.clone() for t in flat]), strict=True))
     measured = contracts.compare([result[n].detach() for n in got[0]], list(got[0].values()))
-    return Check("with gradients recorded", measured["ulps"] <= 64, {"bitwise": measured["bitwise"], "max_diff": measured["max_diff"]})
+    return Check(
+        "with gradients recorded",
+        measured["ulps"] <= 64,
+        {"bitwise": measured["bitwise"], "max_diff": measured["max_diff"]},
+    )
 
 
 def check_decode(program: Program, flat: list[torch.Tensor]) -> Check | None:
@@ -106,8 +118,11 @@ def check_decode(program: Program, flat: list[torch.Tensor]) -> Check | None:
         clear = (top2[:, 0] - top2[:, 1]) > 1e-3 * max(scale, 1e-12)
         agree &= bool(((full.argmax(-1) == logits.argmax(-1)) | ~clear).all())
     limit = DECODE_TOLERANCE.get(program.dtype, 1e-4)
-    return Check("cached decoding equals the full forward", worst <= limit and agree,
-                 {"tokens": DECODE_STEPS, "max_relative_diff": worst, "argmax_equal": agree})
+    return Check(
+        "cached decoding equals the full forward",
+        worst <= limit and agree,
+        {"tokens": DECODE_STEPS, "max_relative_diff": worst, "argmax_equal": agree},
+    )
 
 
 def check_not_vacuous(program: Program, step: Any, plan_number: str, flat: list[torch.Tensor]) -> Check | None:
@@ -126,7 +141,11 @@ def check_not_vacuous(program: Program, step: Any, plan_number: str, flat: list[
         finally:
             for name, tensor in own.items():
                 tensor.copy_(saved[name])
-    moved = max((a.double() - b.double()).nan_to_num().abs().max().item() for a, b in zip(after, before, strict=True) if a.numel())
+    moved = max(
+        (a.double() - b.double()).nan_to_num().abs().max().item()
+        for a, b in zip(after, before, strict=True)
+        if a.numel()
+    )
     return Check(f"not vacuous: {step.name}", moved > 0 and math.isfinite(moved), {"tensors": len(own), "moved": moved})
 
 
@@ -134,7 +153,9 @@ def check_base_untouched(program: Program, base: Program) -> Check:
     """Every tensor of the base is bitwise what it was."""
     theirs = dict(base.named_tensors())
     changed = [n for n, t in program.named_tensors() if n in theirs and not t.is_meta and not _same(t, theirs[n])]
-    return Check("base parameters untouched", not changed, {"tensors": len(theirs)}, f"changed: {changed[:3]}" if changed else "")
+    return Check(
+        "base parameters untouched", not changed, {"tensors": len(theirs)}, f"changed: {changed[:3]}" if changed else ""
+    )
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:

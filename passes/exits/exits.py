@@ -11,8 +11,6 @@ from math import ceil
 from typing import ClassVar, Literal
 
 import torch
-from torch import fx
-
 from hcx.rewrite.contracts import Contract, Exact, Structural
 from hcx.rewrite.dataflow import Dataflow, shape, value
 from hcx.rewrite.editor import Editor
@@ -22,6 +20,7 @@ from hcx.rewrite.passbase import Pass
 from hcx.rewrite.plan import PassPlan, Reason, Site, Skip
 from hcx.rewrite.program import Program
 from hcx.rewrite.sites import Stack
+from torch import fx
 
 from .heads import affine_view, classifier
 from .scores import SCORES
@@ -69,8 +68,14 @@ class Exits(Pass):
         stack = sites.stack(self.stack)
         if stack is None:
             if self.stack is not None and sites.stacks:
-                raise UsageError(f"there is no stack `{self.stack}`", where="stack", hint="stacks: " + ", ".join(s.label for s in sites.stacks))
-            plan.skips.append(Skip("model", Reason.NO_STREAM, "neither a residual stream nor stages between cut vertices"))
+                raise UsageError(
+                    f"there is no stack `{self.stack}`",
+                    where="stack",
+                    hint="stacks: " + ", ".join(s.label for s in sites.stacks),
+                )
+            plan.skips.append(
+                Skip("model", Reason.NO_STREAM, "neither a residual stream nor stages between cut vertices")
+            )
             return plan
         places = self.at if self.at is not None else default_places(stack.depth)
         if not places:
@@ -78,17 +83,30 @@ class Exits(Pass):
             return plan
         wrong = [k for k in places if not 0 < k < stack.depth]
         if wrong:
-            raise UsageError(f"exit after {wrong[0]} blocks: {stack.label} has {stack.depth}", where="at", hint=f"0 < at < {stack.depth}")
+            raise UsageError(
+                f"exit after {wrong[0]} blocks: {stack.label} has {stack.depth}",
+                where="at",
+                hint=f"0 < at < {stack.depth}",
+            )
         head = self._head(program, stack, places, plan)
         for k in sorted(set(places)):
             node = stack.boundary(k).node
             if head != "classifier" and not self._fits(stack, node):
-                plan.skips.append(Skip(f"{stack.label}@{k}", Reason.HEAD_SHAPE, f"the stream is {_text(node)} here and {_text(stack.boundaries[-1].node)} at the readout"))
+                plan.skips.append(
+                    Skip(
+                        f"{stack.label}@{k}",
+                        Reason.HEAD_SHAPE,
+                        f"the stream is {_text(node)} here and {_text(stack.boundaries[-1].node)} at the readout",
+                    )
+                )
                 continue
             detail = {"stack": stack.label, "at": k, "head": head, "score": self.score, "threshold": self.threshold}
             plan.sites.append(Site(f"{stack.label}@{k}", "exit", detail))
         width = value(stack.boundaries[-1].node).shape[-1]
-        plan.estimate = {"heads": len(plan.sites), "new parameters": len(plan.sites) * (int(width) * (int(width) + 1) if head == "affine" else 0)}
+        plan.estimate = {
+            "heads": len(plan.sites),
+            "new parameters": len(plan.sites) * (int(width) * (int(width) + 1) if head == "affine" else 0),
+        }
         return plan
 
     def _head(self, program: Program, stack: Stack, places: tuple[int, ...], plan: PassPlan) -> str:
@@ -96,12 +114,17 @@ class Exits(Pass):
             return self.head
         if stack.residual and all(self._fits(stack, stack.boundary(k).node) for k in places):
             return "shared"
-        plan.notes.append("head=auto became classifier: the model's own head does not read the stream at these places; train it through its tap")
+        plan.notes.append(
+            "head=auto became classifier: the model's own head does not read the stream at these places; train it through its tap"
+        )
         return "classifier"
 
     @staticmethod
     def _fits(stack: Stack, node: fx.Node) -> bool:
-        return shape(node) == shape(stack.boundaries[-1].node) and value(node).dtype == value(stack.boundaries[-1].node).dtype
+        return (
+            shape(node) == shape(stack.boundaries[-1].node)
+            and value(node).dtype == value(stack.boundaries[-1].node).dtype
+        )
 
     def apply(self, program: Program, plan: PassPlan, editor: Editor) -> None:
         """Insert heads, scores and the selection; taps carry each exit's logits and score, and the depth taken."""
@@ -121,7 +144,9 @@ class Exits(Pass):
             chosen, depth = answer, None
             for entry, candidate in reversed(list(zip(exits, candidates, strict=True))):
                 chosen = editor.inline(select, entry.fire, candidate, chosen)
-                depth = editor.inline(_depth_of(entry.at, stack.depth), entry.fire, *([depth] if depth is not None else []))
+                depth = editor.inline(
+                    _depth_of(entry.at, stack.depth), entry.fire, *([depth] if depth is not None else [])
+                )
         editor.redirect(answer, chosen, only=readers.__contains__)
         for entry in exits:
             editor.tap(f"exits.{entry.at}.logits", entry.logits)
@@ -159,7 +184,9 @@ class _Inserted:
                 self.view = affine_view(editor, str(self.at), stream) if detail["head"] == "affine" else stream
                 self.logits = _readout(editor, program, end, answer, self.view)
             threshold = NEVER if detail["threshold"] is None else detail["threshold"]
-            limit = editor.buffer(f"{self.at}.threshold", torch.full((1,), threshold, dtype=torch.float32, device=value(stream).device))
+            limit = editor.buffer(
+                f"{self.at}.threshold", torch.full((1,), threshold, dtype=torch.float32, device=value(stream).device)
+            )
             self.score = editor.inline(SCORES[detail["score"]], self.logits)
             self.fire = editor.inline(fires, self.score, limit)
 
@@ -178,7 +205,11 @@ def _readers(program: Program, stack: Stack, answer: fx.Node) -> set[fx.Node]:
     output = program.graph.output_node()
     readers = {u for u in answer.users if u.meta.get("custom", {}).get("hcx", {}).get("role") not in ("head", "select")}
     outputs = set(output.args[0])
-    if answer is stack.boundaries[-1].node and answer is not output.args[0][0] and any(b.node in outputs for b in stack.boundaries[:-1]):
+    if (
+        answer is stack.boundaries[-1].node
+        and answer is not output.args[0][0]
+        and any(b.node in outputs for b in stack.boundaries[:-1])
+    ):
         readers.discard(output)
     return readers
 

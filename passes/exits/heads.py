@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-
-from hcx.rewrite.editor import Editor
 from hcx.rewrite.dataflow import value
+from hcx.rewrite.editor import Editor
 from torch import fx
 
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
-
 from hcx.rewrite.contracts import Contract, Exact, Structural
 from hcx.rewrite.dataflow import shape, value
 from hcx.rewrite.editor import Editor
@@ -49,7 +48,9 @@ class Looped(Pass):
         if self.steps < 1:
             raise UsageError(f"looped{{steps={self.steps}}}: at least one step is needed", where="steps")
         if (self.start is None) != (self.end is None):
-            raise UsageError("looped needs both start and end, or neither", where="start, end", hint="e.g. looped{start=12,end=16}")
+            raise UsageError(
+                "looped needs both start and end, or neither", where="start, end", hint="e.g. looped{start=12,end=16}"
+            )
 
     def plan(self, program: Program) -> PassPlan:
         """One window, or the reason why there is none."""
@@ -58,40 +59,86 @@ class Looped(Pass):
         stack = sites.stack(self.stack)
         if stack is None or not stack.residual:
             if self.stack is not None and sites.stacks:
-                raise UsageError(f"there is no stack `{self.stack}`", where="stack", hint="stacks: " + ", ".join(s.label for s in sites.stacks))
-            reason = "no residual stream: a loop feeds a block's output back as its input" if stack is None or not stack.residual else ""
+                raise UsageError(
+                    f"there is no stack `{self.stack}`",
+                    where="stack",
+                    hint="stacks: " + ", ".join(s.label for s in sites.stacks),
+                )
+            reason = (
+                "no residual stream: a loop feeds a block's output back as its input"
+                if stack is None or not stack.residual
+                else ""
+            )
             plan.skips.append(Skip(stack.label if stack else "model", Reason.NO_STREAM, reason))
             return plan
         jumps = measured_jumps(program, stack)
         window = (self.start, self.end) if self.start is not None else default_window(stack, jumps)
         if window is None:
             shared = _shared_blocks(stack)
-            plan.skips.append(Skip(stack.label, Reason.SHARED if shared else Reason.NO_BLOCKS,
-                                   "the blocks already share one set of weights" if shared else "no two consecutive blocks are equal; give start and end"))
+            plan.skips.append(
+                Skip(
+                    stack.label,
+                    Reason.SHARED if shared else Reason.NO_BLOCKS,
+                    "the blocks already share one set of weights"
+                    if shared
+                    else "no two consecutive blocks are equal; give start and end",
+                )
+            )
             return plan
         self._plan_window(program, stack, *window, jumps, plan)
         return plan
 
-    def _plan_window(self, program: Program, stack: Stack, start: int, end: int, jumps: list[int], plan: PassPlan) -> None:
+    def _plan_window(
+        self, program: Program, stack: Stack, start: int, end: int, jumps: list[int], plan: PassPlan
+    ) -> None:
         address = f"{stack.label}[{start}:{end}]"
         if not 0 <= start < end <= stack.depth:
-            raise UsageError(f"blocks [{start},{end}) are not in {stack.label}, which has {stack.depth}", where="start, end",
-                             hint=f"0 <= start < end <= {stack.depth}")
+            raise UsageError(
+                f"blocks [{start},{end}) are not in {stack.label}, which has {stack.depth}",
+                where="start, end",
+                hint=f"0 <= start < end <= {stack.depth}",
+            )
         entry, exit_ = self._cut(stack, start, end)
         if shape(entry) != shape(exit_) or value(entry).dtype != value(exit_).dtype:
-            plan.skips.append(Skip(address, Reason.WIDTH_CHANGES, f"the stream is {list(value(entry).shape)} before and {list(value(exit_).shape)} after"))
+            plan.skips.append(
+                Skip(
+                    address,
+                    Reason.WIDTH_CHANGES,
+                    f"the stream is {list(value(entry).shape)} before and {list(value(exit_).shape)} after",
+                )
+            )
             return
         leaks = loop_of(program.graph, entry, exit_, cache_nodes(program)).leaks
         if leaks:
-            plan.skips.append(Skip(address, Reason.LEAK, f"`{leaks[0].name}` is used after the window: a loop carries the stream only"))
+            plan.skips.append(
+                Skip(
+                    address, Reason.LEAK, f"`{leaks[0].name}` is used after the window: a loop carries the stream only"
+                )
+            )
             return
         inside = [j for j in jumps if start <= j < end]
         if inside and self.mix == "input":
-            plan.notes.append(f"the attention sink appears in block {inside[0]}, inside the window: mix=input_rms or mix=output is gentler there")
-        plan.notes += [f"blocks {start}..{end - 1} are not all equal in code; the loop repeats them as they are"] if not _one_run(stack, start, end) else []
-        detail = {"stack": stack.label, "start": start, "end": end, "steps": self.steps, "mix": self.mix, "scalar": self.scalar}
+            plan.notes.append(
+                f"the attention sink appears in block {inside[0]}, inside the window: mix=input_rms or mix=output is gentler there"
+            )
+        plan.notes += (
+            [f"blocks {start}..{end - 1} are not all equal in code; the loop repeats them as they are"]
+            if not _one_run(stack, start, end)
+            else []
+        )
+        detail = {
+            "stack": stack.label,
+            "start": start,
+            "end": end,
+            "steps": self.steps,
+            "mix": self.mix,
+            "scalar": self.scalar,
+        }
         plan.sites.append(Site(address, "window", detail))
-        plan.estimate = {"extra block applications": (self.steps - 1) * (end - start), "new parameters": int(self.steps > 1)}
+        plan.estimate = {
+            "extra block applications": (self.steps - 1) * (end - start),
+            "new parameters": int(self.steps > 1),
+        }
 
     @staticmethod
     def _cut(stack: Stack, start: int, end: int):
@@ -110,7 +157,9 @@ class Looped(Pass):
         readers = set(exit_.users)
         output_nodes = set(program.graph.output_node().args[0])
         label = f"{number}." if number else ""
-        scalar = editor.parameter(f"{label}scalar", torch.full((1,), detail["scalar"], dtype=value(entry).dtype, device=value(entry).device))
+        scalar = editor.parameter(
+            f"{label}scalar", torch.full((1,), detail["scalar"], dtype=value(entry).dtype, device=value(entry).device)
+        )
         mix = {"input": mix_input, "input_rms": mix_input_rms, "output": None}[detail["mix"]]
         state, last = exit_, max([exit_, *loop.nodes])
         for step in range(2, detail["steps"] + 1):

@@ -23,7 +23,9 @@ def mix_input_rms(entry: torch.Tensor, state: torch.Tensor, scalar: torch.Tensor
     """``(1 - a) e + a h rms(e) / rms(h)``, per token: keeps a position whose norm has exploded inside the window from
     flooding its own beginning."""
     axis = 1 if entry.dim() >= 4 else -1
-    scale = entry.square().mean(axis, keepdim=True) / state.square().mean(axis, keepdim=True).clamp_min(torch.finfo(state.dtype).tiny)
+    scale = entry.square().mean(axis, keepdim=True) / state.square().mean(axis, keepdim=True).clamp_min(
+        torch.finfo(state.dtype).tiny
+    )
     return (1 - scalar) * entry + scalar * (state * scale.sqrt())
 
 

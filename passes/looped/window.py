@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import ceil
 
-from torch import fx
-
 from hcx.rewrite.dataflow import Dataflow, private, shape, value
 from hcx.rewrite.observe import sink_jumps, stream_rms
 from hcx.rewrite.sites import Stack
+from torch import fx
 
 
 def default_length(depth: int) -> int:
@@ -38,7 +37,9 @@ def measured_jumps(program, stack: Stack) -> list[int]:
     """Original numbers of the blocks in which the attention sink appears on the example input; empty where the stream
     has no token dimension or the tensors are not there."""
     nodes = [b.node for b in stack.boundaries]
-    if any(value(n).dim() != 3 or shape(n) != shape(nodes[0]) for n in nodes) or any(p.is_meta for p in program.parameters()):
+    if any(value(n).dim() != 3 or shape(n) != shape(nodes[0]) for n in nodes) or any(
+        p.is_meta for p in program.parameters()
+    ):
         return []
     positions = sink_jumps(stream_rms(program, nodes, program.check_inputs(1)[0]))
     return [stack.blocks[p].index for p in positions]

@@ -55,8 +55,11 @@ def _check_head(path: Path) -> None:
     """Refuse what plainly is another kind of file, before the unpickler gives it a misleading name."""
     head = files.head(path)
     if other := files.foreign_name(head):
-        raise SourceError(f"{path.name} is {other}", where=str(path),
-                          hint="open a Hugging Face folder, a GGUF file or a file written by torch.save")
+        raise SourceError(
+            f"{path.name} is {other}",
+            where=str(path),
+            hint="open a Hugging Face folder, a GGUF file or a file written by torch.save",
+        )
     if files.looks_like_text(head):
         start = head.split(b"\n")[0][:40].decode()
         raise damaged(path, f"it is text, starting {start!r}, not a file written by torch.save")
@@ -67,8 +70,11 @@ def _check_head(path: Path) -> None:
 def _explain(path: Path, error: Exception, trust: bool) -> NoReturn:
     """Say why torch.load failed."""
     if trust and isinstance(error, (AttributeError, ImportError)):
-        raise SourceError(f"{path.name} is pickled with a class that cannot be imported here: {first_line(error)}",
-                          where=str(path), hint="run where the class's module can be imported") from error
+        raise SourceError(
+            f"{path.name} is pickled with a class that cannot be imported here: {first_line(error)}",
+            where=str(path),
+            hint="run where the class's module can be imported",
+        ) from error
     names = [] if trust else _disallowed(path, error)
     if names:
         _refuse_code(path, names, "its pickle", error)
@@ -120,22 +126,33 @@ def find_state_dict(value: Any, path: Path) -> dict[str, torch.Tensor]:
     """
     if isinstance(value, Mapping) and _is_state_dict(value):
         return _unwrap(value)
-    found = {key: value[key] for key in NESTED_KEYS
-             if isinstance(value, Mapping) and isinstance(value.get(key), Mapping) and _is_state_dict(value[key])}
+    found = {
+        key: value[key]
+        for key in NESTED_KEYS
+        if isinstance(value, Mapping) and isinstance(value.get(key), Mapping) and _is_state_dict(value[key])
+    }
     if len(found) == 1:
         return _unwrap(next(iter(found.values())))
     if found:
-        raise SourceError(f"{path.name} holds {len(found)} state dicts: {', '.join(found)}", where=str(path),
-                          hint="save the one you mean in a file of its own")
-    raise SourceError(f"{path.name} holds {_describe(value)} and neither a module nor a state dict", where=str(path),
-                      hint="a state dict lies at the top or under one of " + ", ".join(NESTED_KEYS))
+        raise SourceError(
+            f"{path.name} holds {len(found)} state dicts: {', '.join(found)}",
+            where=str(path),
+            hint="save the one you mean in a file of its own",
+        )
+    raise SourceError(
+        f"{path.name} holds {_describe(value)} and neither a module nor a state dict",
+        where=str(path),
+        hint="a state dict lies at the top or under one of " + ", ".join(NESTED_KEYS),
+    )
 
 
 def _is_state_dict(value: Mapping) -> bool:
     """True for a mapping of names to tensors; ``_extra_state`` entries may be anything."""
     tensors = [key for key, item in value.items() if isinstance(item, torch.Tensor)]
-    return bool(tensors) and all(isinstance(key, str) for key in value) and all(
-        isinstance(item, torch.Tensor) or key.endswith("_extra_state") for key, item in value.items()
+    return (
+        bool(tensors)
+        and all(isinstance(key, str) for key in value)
+        and all(isinstance(item, torch.Tensor) or key.endswith("_extra_state") for key, item in value.items())
     )
 
 
@@ -143,7 +160,7 @@ def _unwrap(state: Mapping) -> dict[str, torch.Tensor]:
     names = dict(state)
     for prefix in _WRAPPERS:
         if all(key.startswith(prefix) for key in names):
-            names = {key[len(prefix):]: item for key, item in names.items()}
+            names = {key[len(prefix) :]: item for key, item in names.items()}
     return names
 
 

@@ -40,8 +40,11 @@ def from_file(path: Path, model: torch.nn.Module | None) -> dict[str, torch.Tens
     if parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         unknown = [name for name in tensors if name not in parameters]
         if unknown:
-            raise UsageError(f"{path.name} holds {', '.join(unknown)}, which the model's forward does not take",
-                             where=str(path), hint="its arguments are " + ", ".join(parameters))
+            raise UsageError(
+                f"{path.name} holds {', '.join(unknown)}, which the model's forward does not take",
+                where=str(path),
+                hint="its arguments are " + ", ".join(parameters),
+            )
     return tensors
 
 
@@ -63,8 +66,11 @@ def from_model(model: Any, tokenizer: Callable[[], Any] | None, text: str | None
     maker = _Maker(model, tokenizer, text)
     main = getattr(model, "main_input_name", None)
     if main not in maker.parameters or main not in _MAKERS or not hasattr(model, "config"):
-        raise SourceError(f"no example call can be made for {type(model).__name__}",
-                          where=f"main input {main!r}" if main else "forward", hint=GIVE_INPUTS)
+        raise SourceError(
+            f"no example call can be made for {type(model).__name__}",
+            where=f"main input {main!r}" if main else "forward",
+            hint=GIVE_INPUTS,
+        )
     inputs = {main: _MAKERS[main](maker)}
     if getattr(model.config, "is_encoder_decoder", False) and "decoder_input_ids" in maker.parameters:
         inputs["decoder_input_ids"] = maker.decoder_ids()
@@ -72,11 +78,17 @@ def from_model(model: Any, tokenizer: Callable[[], Any] | None, text: str | None
     if other in maker.parameters and _failure(model, inputs):
         inputs[other] = _MAKERS[other](maker)
         if failure := _failure(model, inputs):
-            raise SourceError(f"{type(model).__name__} does not run on text, nor on text with an image: {failure}",
-                              where="example inputs", hint=GIVE_INPUTS)
+            raise SourceError(
+                f"{type(model).__name__} does not run on text, nor on text with an image: {failure}",
+                where="example inputs",
+                hint=GIVE_INPUTS,
+            )
     if text is not None and not maker.used_text:
-        raise UsageError("a text was given, and the model's example call has no use for it", where="text",
-                         hint="text needs a model that reads input_ids and a tokenizer beside it")
+        raise UsageError(
+            "a text was given, and the model's example call has no use for it",
+            where="text",
+            hint="text needs a model that reads input_ids and a tokenizer beside it",
+        )
     return inputs
 
 
@@ -123,8 +135,11 @@ class _Maker:
         self._tokenizer = self._tokenizer or self._build()
         ids = text_windows(self._tokenizer, self.text or PROSE, length, BATCH + skip)[skip:]
         if int(ids.max()) >= vocabulary:
-            raise SourceError(f"the tokenizer gives id {int(ids.max())} and the model has {vocabulary} embeddings",
-                              where="tokenizer files", hint="put the tokenizer of this very model beside it")
+            raise SourceError(
+                f"the tokenizer gives id {int(ids.max())} and the model has {vocabulary} embeddings",
+                where="tokenizer files",
+                hint="put the tokenizer of this very model beside it",
+            )
         self.used_text = True
         return ids
 
@@ -142,8 +157,11 @@ class _Maker:
             table = None
         size = getattr(table, "num_embeddings", None) or self._find("vocab_size")
         if not isinstance(size, int):
-            raise SourceError(f"{type(self.model).__name__} reads token ids and names no vocabulary size",
-                              where="config.vocab_size", hint=GIVE_INPUTS)
+            raise SourceError(
+                f"{type(self.model).__name__} reads token ids and names no vocabulary size",
+                where="config.vocab_size",
+                hint=GIVE_INPUTS,
+            )
         return size
 
     def pixel_values(self) -> torch.Tensor:
@@ -158,8 +176,11 @@ class _Maker:
             return signals.log_mels(BATCH, width, 48).transpose(1, 2).contiguous().to(self._float())
         mels, positions = self._find("num_mel_bins"), self._find("max_source_positions")
         if not isinstance(mels, int) or not isinstance(positions, int):
-            raise SourceError(f"{type(self.model).__name__} reads audio features of unknown size",
-                              where="config.num_mel_bins, config.max_source_positions", hint=GIVE_INPUTS)
+            raise SourceError(
+                f"{type(self.model).__name__} reads audio features of unknown size",
+                where="config.num_mel_bins, config.max_source_positions",
+                hint=GIVE_INPUTS,
+            )
         return signals.log_mels(BATCH, mels, 2 * positions).to(self._float())
 
     def input_values(self) -> torch.Tensor:

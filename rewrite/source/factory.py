@@ -45,13 +45,19 @@ def build(spec: str) -> tuple[torch.nn.Module, tuple | None, dict]:
     if isinstance(target, torch.nn.Module):
         return target, None, {}
     if not callable(target):
-        raise SourceError(f"{spec} is a {type(target).__name__}, not a function", where=spec,
-                          hint="name a function that takes no arguments and returns a torch.nn.Module")
+        raise SourceError(
+            f"{spec} is a {type(target).__name__}, not a function",
+            where=spec,
+            hint="name a function that takes no arguments and returns a torch.nn.Module",
+        )
     try:
         result = target()
     except Exception as error:  # the user's own code: keep its message, chain its traceback
-        raise SourceError(f"the factory {spec} failed: {first_line(error)}", where=spec,
-                          hint="it is called without arguments; run with -vv for the full traceback") from error
+        raise SourceError(
+            f"the factory {spec} failed: {first_line(error)}",
+            where=spec,
+            hint="it is called without arguments; run with -vv for the full traceback",
+        ) from error
     return _unpack(spec, result)
 
 
@@ -63,19 +69,29 @@ def _import(spec: str) -> Any:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name and (module_name == error.name or module_name.startswith(error.name + ".")):
-            raise SourceError(f"there is no module {error.name!r} to import", where=spec,
-                              hint="run in the folder that holds it, or install its package") from error
-        raise SourceError(f"importing {module_name} failed: {first_line(error)}", where=spec,
-                          hint="install what it imports") from error
+            raise SourceError(
+                f"there is no module {error.name!r} to import",
+                where=spec,
+                hint="run in the folder that holds it, or install its package",
+            ) from error
+        raise SourceError(
+            f"importing {module_name} failed: {first_line(error)}", where=spec, hint="install what it imports"
+        ) from error
     except Exception as error:  # the user's own code, as above
-        raise SourceError(f"importing {module_name} failed: {first_line(error)}", where=spec,
-                          hint="import it in a Python session to see the whole traceback") from error
+        raise SourceError(
+            f"importing {module_name} failed: {first_line(error)}",
+            where=spec,
+            hint="import it in a Python session to see the whole traceback",
+        ) from error
     value: Any = module
     for part in attribute.split("."):
         if not hasattr(value, part):
             near = difflib.get_close_matches(part, dir(value), n=3)
-            raise SourceError(f"{module_name} has no {attribute!r}", where=spec,
-                              hint=f"did you mean {', '.join(near)}?" if near else "check the name after the colon")
+            raise SourceError(
+                f"{module_name} has no {attribute!r}",
+                where=spec,
+                hint=f"did you mean {', '.join(near)}?" if near else "check the name after the colon",
+            )
         value = getattr(value, part)
     return value
 
@@ -86,13 +102,20 @@ def _unpack(spec: str, result: Any) -> tuple[torch.nn.Module, tuple | None, dict
     model, args, kwargs = (*parts, None, None)[:3]
     if not isinstance(model, torch.nn.Module) or len(parts) > 3:
         got = f"{len(parts)} values" if len(parts) > 3 else f"a {type(model).__name__}"
-        raise SourceError(f"the factory {spec} returned {got}, not a module with its example", where=spec,
-                          hint="return model, (model, args) or (model, args, kwargs)")
+        raise SourceError(
+            f"the factory {spec} returned {got}, not a module with its example",
+            where=spec,
+            hint="return model, (model, args) or (model, args, kwargs)",
+        )
     if isinstance(args, torch.Tensor):
         args = (args,)
     if args is None and kwargs is not None:
         args = ()
     if (args is not None and not isinstance(args, tuple | list)) or not isinstance(kwargs or {}, dict):
-        raise SourceError(f"the factory {spec} returned args of type {type(args).__name__} and kwargs of type "
-                          f"{type(kwargs).__name__}", where=spec, hint="args is a tuple and kwargs a dict")
+        raise SourceError(
+            f"the factory {spec} returned args of type {type(args).__name__} and kwargs of type "
+            f"{type(kwargs).__name__}",
+            where=spec,
+            hint="args is a tuple and kwargs a dict",
+        )
     return model, None if args is None else tuple(args), dict(kwargs or {})

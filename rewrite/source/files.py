@@ -98,7 +98,7 @@ def archive_names(path: Path) -> list[str] | None:
 
 
 def archive_kind(names: list[str]) -> str:
-    """"pt2", "torchscript", "pickle" (torch.save) or "zip", from the member names of a zip file."""
+    """ "pt2", "torchscript", "pickle" (torch.save) or "zip", from the member names of a zip file."""
     inner = {name.split("/", 1)[1] for name in names if "/" in name}
     if "archive_format" in inner or "serialized_exported_program.json" in names:
         return "pt2"
@@ -117,7 +117,7 @@ def foreign_name(start: bytes) -> str | None:
         return "a gzip file; unpack it first"
     if start[:4] in (b"lmgg", b"tjgg", b"ggml"):
         return "an old GGML file; convert it to GGUF first"
-    name = start[6:6 + int.from_bytes(start[4:6], "little")]
+    name = start[6 : 6 + int.from_bytes(start[4:6], "little")]
     # CTranslate2: u32 version, u16 length, then the model class's name with a closing zero byte
     if name.endswith(b"\0") and len(name) > 4 and name[:-1].isalnum() and int.from_bytes(start[:4], "little") < 64:
         return f"a CTranslate2 model ({name[:-1].decode()}), whose weights are fused and have no PyTorch module"

@@ -34,8 +34,9 @@ def load_gguf(path: Path, *, dtype: torch.dtype | None) -> tuple[torch.nn.Module
     try:
         import gguf  # noqa: F401
     except ImportError as error:
-        raise SourceError("reading GGUF needs the gguf package", where=str(path),
-                          hint="pip install 'hcx-rewrite[hf]'") from error
+        raise SourceError(
+            "reading GGUF needs the gguf package", where=str(path), hint="pip install 'hcx-rewrite[hf]'"
+        ) from error
     metadata = check_gguf(path)
     architecture = metadata.get("general.architecture", "(none)")
     with quiet(), wrapped(f"{path.name} of architecture {architecture} cannot be read", str(path), _HINT):
@@ -47,8 +48,9 @@ def load_gguf(path: Path, *, dtype: torch.dtype | None) -> tuple[torch.nn.Module
     if "tokenizer.ggml.model" in metadata:
         with quiet(), wrapped(f"the tokenizer inside {path.name} cannot be built", str(path), _HINT):
             # the file itself says how to tokenise; AutoTokenizer would read the whole header again to find a class
-            tokenizer = package.PreTrainedTokenizerFast.from_pretrained(path.parent, gguf_file=path.name,
-                                                                        local_files_only=True)
+            tokenizer = package.PreTrainedTokenizerFast.from_pretrained(
+                path.parent, gguf_file=path.name, local_files_only=True
+            )
     return model.eval(), tokenizer, _companions(model, tokenizer)
 
 
@@ -59,8 +61,9 @@ def _build(path: Path, config: Any, dtype: torch.dtype | None) -> tuple[torch.nn
     with torch.device("meta"):
         skeleton = _skeleton(config)
     state = load_gguf_checkpoint(path, return_tensors=True, model_to_load=skeleton, torch_dtype=dtype)["tensors"]
-    return type(skeleton).from_pretrained(None, config=config, state_dict=state, dtype=dtype or "auto",
-                                          output_loading_info=True)
+    return type(skeleton).from_pretrained(
+        None, config=config, state_dict=state, dtype=dtype or "auto", output_loading_info=True
+    )
 
 
 def _skeleton(config: Any) -> torch.nn.Module:

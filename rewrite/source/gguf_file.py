@@ -78,8 +78,11 @@ def _read(path: Path, cursor: _Cursor) -> dict[str, object]:
     """Metadata and tensor table; every tensor must end within the file."""
     version, tensors, entries = cursor.number("<I"), cursor.number("<Q"), cursor.number("<Q")
     if version not in (2, 3):
-        raise SourceError(f"{path.name} is GGUF of version {version}; versions 2 and 3 of little-endian files are read",
-                          where=str(path), hint="convert it with a current llama.cpp")
+        raise SourceError(
+            f"{path.name} is GGUF of version {version}; versions 2 and 3 of little-endian files are read",
+            where=str(path),
+            hint="convert it with a current llama.cpp",
+        )
     metadata: dict[str, object] = {}
     for _ in range(entries):
         key = cursor.string()

@@ -28,8 +28,9 @@ def transformers() -> Any:
     try:
         import transformers as package
     except ImportError as error:
-        raise SourceError("this model needs the transformers package", where="import transformers",
-                          hint=_INSTALL) from error
+        raise SourceError(
+            "this model needs the transformers package", where="import transformers", hint=_INSTALL
+        ) from error
     return package
 
 
@@ -58,9 +59,15 @@ def read_config(folder: Path, *, trust: bool) -> Any:
     if "model_type" not in raw and not (trust and "auto_map" in raw):
         raise _not_transformers(folder)
     _refuse_code(folder, raw, trust)
-    with quiet(), wrapped(f"{folder.name}/config.json cannot be used", str(folder / "config.json"),
-                          f"its transformers version is {raw.get('transformers_version', 'not stated')}, installed is "
-                          f"{transformers().__version__}"):
+    with (
+        quiet(),
+        wrapped(
+            f"{folder.name}/config.json cannot be used",
+            str(folder / "config.json"),
+            f"its transformers version is {raw.get('transformers_version', 'not stated')}, installed is "
+            f"{transformers().__version__}",
+        ),
+    ):
         return transformers().AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
 
 
@@ -72,9 +79,11 @@ def _refuse_code(folder: Path, raw: dict, trust: bool) -> None:
     if "auto_map" in raw and not known:
         asked.append("auto_map, Python files of the folder's own")
     if asked and not trust:
-        raise SourceError(f"{folder.name} needs code execution to load: its config.json has {asked[0]}",
-                          where=str(folder / "config.json"),
-                          hint="if you trust where the folder comes from, add --trust (it may then run any code)")
+        raise SourceError(
+            f"{folder.name} needs code execution to load: its config.json has {asked[0]}",
+            where=str(folder / "config.json"),
+            hint="if you trust where the folder comes from, add --trust (it may then run any code)",
+        )
 
 
 def _class_named(name: Any) -> type | None:
@@ -108,16 +117,35 @@ def load_model(folder: Path, *, trust: bool, dtype: torch.dtype | None) -> torch
         return from_state_dict(config, state, folder, dtype=dtype, trust=trust)
     cls, named = model_class(config, trust=trust)
     options = {"trust_remote_code": True} if trust and cls.__name__.startswith("AutoModel") else {}
-    with quiet(), wrapped(f"{folder.name} cannot be loaded as {cls.__name__}", str(folder),
-                          "check that weights and config.json belong together"):
-        model, info = cls.from_pretrained(folder, dtype=dtype or "auto", local_files_only=True, use_safetensors=True,
-                                          output_loading_info=True, **options)
+    with (
+        quiet(),
+        wrapped(
+            f"{folder.name} cannot be loaded as {cls.__name__}",
+            str(folder),
+            "check that weights and config.json belong together",
+        ),
+    ):
+        model, info = cls.from_pretrained(
+            folder,
+            dtype=dtype or "auto",
+            local_files_only=True,
+            use_safetensors=True,
+            output_loading_info=True,
+            **options,
+        )
     check_fit(model, info, folder, strict=not named)
     return model.eval()
 
 
-def from_state_dict(config: Any, state: Mapping, where: Path, *, dtype: torch.dtype | None = None,
-                    trust: bool = False, strict: bool = False) -> torch.nn.Module:
+def from_state_dict(
+    config: Any,
+    state: Mapping,
+    where: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    trust: bool = False,
+    strict: bool = False,
+) -> torch.nn.Module:
     """Build the config's class around a state dict in memory.
 
     Raises:
@@ -128,10 +156,17 @@ def from_state_dict(config: Any, state: Mapping, where: Path, *, dtype: torch.dt
         with wrapped("no model class can be chosen", str(where), "name the class in config.json: architectures"):
             with torch.device("meta"):
                 cls = type(cls.from_config(config))
-    with quiet(), wrapped(f"{where.name} does not fit {cls.__name__}", str(where),
-                          "check that weights and config.json belong together"):
-        model, info = cls.from_pretrained(None, config=config, state_dict=dict(state), dtype=dtype or "auto",
-                                          output_loading_info=True)
+    with (
+        quiet(),
+        wrapped(
+            f"{where.name} does not fit {cls.__name__}",
+            str(where),
+            "check that weights and config.json belong together",
+        ),
+    ):
+        model, info = cls.from_pretrained(
+            None, config=config, state_dict=dict(state), dtype=dtype or "auto", output_loading_info=True
+        )
     check_fit(model, info, where, strict=strict or not named)
     return model.eval()
 
@@ -141,11 +176,17 @@ def check_fit(model: torch.nn.Module, info: dict, where: Path, *, strict: bool) 
     missing, unused = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
     name = type(model).__name__
     if missing:
-        raise SourceError(f"{where.name} lacks {len(missing)} tensors of {name}: {_some(missing)}", where=str(where),
-                          hint="they would be left at random values; name the class that was saved in config.json")
+        raise SourceError(
+            f"{where.name} lacks {len(missing)} tensors of {name}: {_some(missing)}",
+            where=str(where),
+            hint="they would be left at random values; name the class that was saved in config.json",
+        )
     if unused and strict:
-        raise SourceError(f"{where.name} holds {len(unused)} tensors that {name} has no place for: {_some(unused)}",
-                          where=str(where), hint="name the class that was saved in config.json: architectures")
+        raise SourceError(
+            f"{where.name} holds {len(unused)} tensors that {name} has no place for: {_some(unused)}",
+            where=str(where),
+            hint="name the class that was saved in config.json: architectures",
+        )
     if unused:
         _log.warning("%s: %d tensors are not used by %s: %s", where.name, len(unused), name, _some(unused))
 
@@ -177,21 +218,27 @@ def _no_weights(folder: Path) -> SourceError:
     for path in sorted(folder.glob("*.safetensors")):
         check_safetensors(path)
     names = ", ".join(sorted(path.name for path in folder.iterdir())[:8])
-    return _foreign_weights(folder) or SourceError(f"{folder.name} has no model.safetensors", where=str(folder),
-                                                   hint=f"it holds: {names}")
+    return _foreign_weights(folder) or SourceError(
+        f"{folder.name} has no model.safetensors", where=str(folder), hint=f"it holds: {names}"
+    )
 
 
 def _not_transformers(folder: Path) -> SourceError:
     """config.json without model_type: usually another tool's, and its weight file says whose."""
     return _foreign_weights(folder) or SourceError(
         f"{folder.name}/config.json names no model_type, so it is not a transformers model",
-        where=str(folder / "config.json"), hint="open a folder saved by save_pretrained")
+        where=str(folder / "config.json"),
+        hint="open a folder saved by save_pretrained",
+    )
 
 
 def _foreign_weights(folder: Path) -> SourceError | None:
     """The error for weights of another tool, such as CTranslate2's model.bin."""
     for path in sorted(folder.glob("*.bin")):
         if other := foreign_name(head(path)):
-            return SourceError(f"{path.name} is {other}", where=str(path),
-                               hint="open the Hugging Face folder that it was converted from")
+            return SourceError(
+                f"{path.name} is {other}",
+                where=str(path),
+                hint="open the Hugging Face folder that it was converted from",
+            )
     return None

@@ -39,16 +39,20 @@ class Request:
 
         found = getattr(torch, self.dtype.removeprefix("torch."), None)
         if not isinstance(found, torch.dtype) or not found.is_floating_point:
-            raise UsageError(f"{self.dtype!r} is no floating dtype", where="dtype",
-                             hint="float32, bfloat16, float16 or float64")
+            raise UsageError(
+                f"{self.dtype!r} is no floating dtype", where="dtype", hint="float32, bfloat16, float16 or float64"
+            )
         return found
 
     def refuse(self, kind: str, *options: str) -> None:
         """Options that have no effect on this kind of source are a mistake, never ignored."""
         for option in options:
             if getattr(self, option) is not None:
-                raise UsageError(f"--{option} has no effect on a source of kind {kind}", where=self.spec,
-                                 hint=f"leave out --{option}")
+                raise UsageError(
+                    f"--{option} has no effect on a source of kind {kind}",
+                    where=self.spec,
+                    hint=f"leave out --{option}",
+                )
 
 
 def open_any(request: Request) -> ModelSource:
@@ -96,15 +100,22 @@ def _open_file(path: Path, request: Request) -> ModelSource:
         return _open_weights(path, request)
     if suffix == ".onnx":
         files.check_onnx(path)
-        raise SourceError(f"{path.name} is an ONNX model, which hcx writes and does not read", where=str(path),
-                          hint="open the PyTorch model that it was exported from")
+        raise SourceError(
+            f"{path.name} is an ONNX model, which hcx writes and does not read",
+            where=str(path),
+            hint="open the PyTorch model that it was exported from",
+        )
     if suffix == ".json":
         files.check_json(path)
-        raise SourceError(f"{path.name} is a JSON file, not a model", where=str(path),
-                          hint="open the folder it lies in")
+        raise SourceError(
+            f"{path.name} is a JSON file, not a model", where=str(path), hint="open the folder it lies in"
+        )
     other = files.foreign_name(files.head(path))
-    raise SourceError(f"{path.name} is {other}" if other else f"{path.name} has no known extension", where=str(path),
-                      hint=f"a model is {files.SUPPORTED}")
+    raise SourceError(
+        f"{path.name} is {other}" if other else f"{path.name} has no known extension",
+        where=str(path),
+        hint=f"a model is {files.SUPPORTED}",
+    )
 
 
 def _open_gguf(path: Path, request: Request) -> ModelSource:
@@ -122,8 +133,11 @@ def _open_weights(path: Path, request: Request) -> ModelSource:
 
     kind, value = content(path, trust=request.trust)
     if path.suffix.lower() == ".pt2" and kind != "pt2":
-        raise SourceError(f"{path.name} is no torch.export archive: it holds a {kind.replace('_', ' ')}",
-                          where=str(path), hint="rename it to .pt, or save it with torch.export.save")
+        raise SourceError(
+            f"{path.name} is no torch.export archive: it holds a {kind.replace('_', ' ')}",
+            where=str(path),
+            hint="rename it to .pt, or save it with torch.export.save",
+        )
     if kind == "pt2":
         return _open_archive(path, request)
     if kind == "pickle":
@@ -145,8 +159,16 @@ def _open_archive(path: Path, request: Request) -> ModelSource:
     return ModelSource(None, *call, "pt2", path.name, exported=exported, path=str(path))
 
 
-def _from_module(kind: str, path: Path | None, request: Request, model: torch.nn.Module, args: tuple | None,
-                 kwargs: dict, *, by_config: bool = False) -> ModelSource:
+def _from_module(
+    kind: str,
+    path: Path | None,
+    request: Request,
+    model: torch.nn.Module,
+    args: tuple | None,
+    kwargs: dict,
+    *,
+    by_config: bool = False,
+) -> ModelSource:
     """Eval mode, dtype and example for a module that came from a factory, a pickle or a state dict."""
     from .text import has_tokenizer, load_tokenizer, read_companions
 
@@ -183,8 +205,11 @@ def _absent(spec: str) -> SourceError:
     """A spec that is neither there nor a factory."""
     path = Path(spec)
     if "://" in spec or (spec.count("/") == 1 and not path.suffix and not path.parent.exists()):
-        return SourceError(f"{spec} is not on this machine, and hcx downloads nothing", where=spec,
-                           hint="download the model first and give the local folder")
+        return SourceError(
+            f"{spec} is not on this machine, and hcx downloads nothing",
+            where=spec,
+            hint="download the model first and give the local folder",
+        )
     what = "file" if path.suffix else "file, folder or factory"
     return SourceError(f"there is no {what} {spec}", where=spec, hint=f"a model is {files.SUPPORTED}")
 
@@ -192,10 +217,17 @@ def _absent(spec: str) -> SourceError:
 def _no_config(path: Path, names: list[str], ggufs: list[str]) -> SourceError:
     """A folder that is no model, with what it holds instead."""
     if ggufs:
-        return SourceError(f"{path.name} holds {len(ggufs)} GGUF files", where=str(path),
-                           hint="give one of them: " + ", ".join(ggufs[:4]))
+        return SourceError(
+            f"{path.name} holds {len(ggufs)} GGUF files",
+            where=str(path),
+            hint="give one of them: " + ", ".join(ggufs[:4]),
+        )
     if "adapter_config.json" in names:
-        return SourceError(f"{path.name} is an adapter, not a model", where=str(path),
-                           hint="open its base model, then load the adapter into it")
-    return SourceError(f"{path.name} has no config.json", where=str(path),
-                       hint="it holds: " + (", ".join(names[:8]) or "nothing"))
+        return SourceError(
+            f"{path.name} is an adapter, not a model",
+            where=str(path),
+            hint="open its base model, then load the adapter into it",
+        )
+    return SourceError(
+        f"{path.name} has no config.json", where=str(path), hint="it holds: " + (", ".join(names[:8]) or "nothing")
+    )

@@ -34,11 +34,17 @@ def _load(path: Path, handle: Any) -> torch.export.ExportedProgram:
     try:
         return torch.export.load(handle)
     except NotImplementedError as error:
-        raise SourceError(f"{path.name} returns a type that is not registered: {first_line(error)}", where=str(path),
-                          hint="import the library that defines it, then open the file from Python") from error
+        raise SourceError(
+            f"{path.name} returns a type that is not registered: {first_line(error)}",
+            where=str(path),
+            hint="import the library that defines it, then open the file from Python",
+        ) from error
     except Exception as error:  # torch's reader raises many types for one cause: the archive is not as it was saved
-        raise damaged(path, f"torch.export cannot load it ({first_line(error)}); it may be from another torch "
-                      f"version than {torch.__version__}") from error
+        raise damaged(
+            path,
+            f"torch.export cannot load it ({first_line(error)}); it may be from another torch "
+            f"version than {torch.__version__}",
+        ) from error
 
 
 def _check(path: Path, handle: Any) -> None:
@@ -98,8 +104,11 @@ def _import_output_types(reader: Any, names: list[str]) -> None:
 
 
 def _refuse(path: Path, what: str) -> NoReturn:
-    raise SourceError(f"{path.name} needs code execution to load: it holds {what}", where=str(path),
-                      hint="if you trust where the file comes from, add --trust (it may then run any code)")
+    raise SourceError(
+        f"{path.name} needs code execution to load: it holds {what}",
+        where=str(path),
+        hint="if you trust where the file comes from, add --trust (it may then run any code)",
+    )
 
 
 def example_call(exported: torch.export.ExportedProgram) -> tuple[tuple, dict] | None:

@@ -36,8 +36,20 @@ _HIGHER_ORDER = frozenset(
     "hints_wrapper tag_activation_checkpoint wrap auto_functionalized auto_functionalized_v2 out_dtype "
     "flex_attention local_map_hop".split()
 )
-_SYNTAX = (ast.Expression, ast.BoolOp, ast.BinOp, ast.UnaryOp, ast.Compare, ast.IfExp, ast.Constant, ast.Load,
-           ast.boolop, ast.operator, ast.unaryop, ast.cmpop)
+_SYNTAX = (
+    ast.Expression,
+    ast.BoolOp,
+    ast.BinOp,
+    ast.UnaryOp,
+    ast.Compare,
+    ast.IfExp,
+    ast.Constant,
+    ast.Load,
+    ast.boolop,
+    ast.operator,
+    ast.unaryop,
+    ast.cmpop,
+)
 
 
 class Unsafe(Exception):

@@ -11,8 +11,26 @@ from .files import check_not_empty, damaged, read_json
 
 # bits of one element; a dtype that is not listed is checked for its offsets alone
 _BITS = {
-    "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "U16": 16, "I16": 16, "F16": 16, "BF16": 16,
-    "U32": 32, "I32": 32, "F32": 32, "U64": 64, "I64": 64, "F64": 64, "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
+    "BOOL": 8,
+    "U8": 8,
+    "I8": 8,
+    "F8_E4M3": 8,
+    "F8_E5M2": 8,
+    "F8_E8M0": 8,
+    "U16": 16,
+    "I16": 16,
+    "F16": 16,
+    "BF16": 16,
+    "U32": 32,
+    "I32": 32,
+    "F32": 32,
+    "U64": 64,
+    "I64": 64,
+    "F64": 64,
+    "C64": 64,
+    "F4": 4,
+    "F6_E2M3": 6,
+    "F6_E3M2": 6,
 }
 
 
@@ -82,8 +100,11 @@ def shards(index: Path) -> list[Path]:
     files = []
     for name in sorted({str(value) for value in weight_map.values()}):
         if Path(name).name != name:
-            raise SourceError(f"{index.name} names a file outside its folder: {name!r}", where=str(index),
-                              hint="shards must lie beside the index")
+            raise SourceError(
+                f"{index.name} names a file outside its folder: {name!r}",
+                where=str(index),
+                hint="shards must lie beside the index",
+            )
         if not (index.parent / name).is_file():
             raise damaged(index.parent / name, f"the file is missing, and {index.name} says it belongs to the model")
         files.append(index.parent / name)

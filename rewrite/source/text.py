@@ -15,8 +15,17 @@ from .files import check_json, wrapped
 
 COMPANION_LIMIT = 20_000_000
 _COMPANIONS = (
-    "*config.json", "tokenizer*", "*vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json",
-    "chat_template*", "*.model", "*.tiktoken", "tekken.json", "normalizer.json",
+    "*config.json",
+    "tokenizer*",
+    "*vocab*",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template*",
+    "*.model",
+    "*.tiktoken",
+    "tekken.json",
+    "normalizer.json",
 )
 _VOCABULARIES = ("tokenizer.json", "tokenizer_config.json", "*vocab*", "*.model", "*.tiktoken", "tekken.json")
 
@@ -48,8 +57,11 @@ def load_tokenizer(folder: Path, *, trust: bool = False) -> Any:
     Raises:
         SourceError: it cannot be built from the folder's files alone.
     """
-    with wrapped(f"the tokenizer of {folder.name} cannot be built", str(folder),
-                 "repair or remove the tokenizer files, or give the example inputs with --inputs FILE.safetensors"):
+    with wrapped(
+        f"the tokenizer of {folder.name} cannot be built",
+        str(folder),
+        "repair or remove the tokenizer files, or give the example inputs with --inputs FILE.safetensors",
+    ):
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
@@ -62,13 +74,19 @@ def tokenizer_from(companions: Mapping[str, bytes]) -> Any:
         SourceError: there are no tokenizer files among them, a name leads out of the folder, or they do not load.
     """
     if not has_tokenizer(companions):
-        raise SourceError("the model came without tokenizer files", where="companions",
-                          hint="open it from a folder that has tokenizer.json or a vocabulary")
+        raise SourceError(
+            "the model came without tokenizer files",
+            where="companions",
+            hint="open it from a folder that has tokenizer.json or a vocabulary",
+        )
     with tempfile.TemporaryDirectory(prefix="hcx-tokenizer-") as folder:
         for name, content in companions.items():
             if Path(name).name != name:
-                raise SourceError(f"companion file name {name!r} leads out of its folder", where="companions",
-                                  hint="names are plain file names")
+                raise SourceError(
+                    f"companion file name {name!r} leads out of its folder",
+                    where="companions",
+                    hint="names are plain file names",
+                )
             (Path(folder) / name).write_bytes(content)
         return load_tokenizer(Path(folder))
 
@@ -96,7 +114,10 @@ def text_windows(tokenizer: Any, text: str, length: int, count: int) -> torch.Te
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     spare = len(ids) - length
     if length < 1 or count < 1 or spare < count - 1:
-        raise SourceError(f"the text has {len(ids)} tokens, too few for {count} windows of {length}", where="text",
-                          hint=f"give a text of at least {max(length, 1) * max(count, 1)} tokens")
+        raise SourceError(
+            f"the text has {len(ids)} tokens, too few for {count} windows of {length}",
+            where="text",
+            hint=f"give a text of at least {max(length, 1) * max(count, 1)} tokens",
+        )
     starts = [round(index * spare / max(count - 1, 1)) for index in range(count)]
     return torch.tensor([ids[start : start + length] for start in starts], dtype=torch.int64)

@@ -14,8 +14,10 @@ from .factory import allow_local_imports, build
 from .files import archive_kind, archive_names, check_not_empty
 from .safetensors_file import check_safetensors
 
-GIVE_ARCH = ("give the architecture with --arch pkg.mod:factory, a function that returns the module, "
-             "or put the model's config.json beside the file")
+GIVE_ARCH = (
+    "give the architecture with --arch pkg.mod:factory, a function that returns the module, "
+    "or put the model's config.json beside the file"
+)
 
 
 def content(path: Path, *, trust: bool) -> tuple[str, Any]:
@@ -35,11 +37,17 @@ def content(path: Path, *, trust: bool) -> tuple[str, Any]:
     if kind == "pt2":
         return kind, None
     if kind == "torchscript":
-        raise SourceError(f"{path.name} is a TorchScript archive, which holds compiled code and no module",
-                          where=str(path), hint="export the original module with torch.export and save that")
+        raise SourceError(
+            f"{path.name} is a TorchScript archive, which holds compiled code and no module",
+            where=str(path),
+            hint="export the original module with torch.export and save that",
+        )
     if kind == "zip":
-        raise SourceError(f"{path.name} is a zip archive that torch did not write", where=str(path),
-                          hint="unpack it and open what is inside")
+        raise SourceError(
+            f"{path.name} is a zip archive that torch did not write",
+            where=str(path),
+            hint="unpack it and open what is inside",
+        )
     if trust:
         allow_local_imports()
     value = load_file(path, trust=trust)
@@ -47,8 +55,9 @@ def content(path: Path, *, trust: bool) -> tuple[str, Any]:
     return ("pickle", module) if module is not None else ("state_dict", find_state_dict(value, path))
 
 
-def with_architecture(path: Path, state: Mapping[str, torch.Tensor], arch: str | None, *, trust: bool
-                      ) -> tuple[torch.nn.Module, tuple | None, dict, bool]:
+def with_architecture(
+    path: Path, state: Mapping[str, torch.Tensor], arch: str | None, *, trust: bool
+) -> tuple[torch.nn.Module, tuple | None, dict, bool]:
     """Build the module that a state dict belongs to and load it strictly.
 
     Returns:
@@ -67,8 +76,11 @@ def with_architecture(path: Path, state: Mapping[str, torch.Tensor], arch: str |
         config = read_config(path.parent, trust=trust)
         return from_state_dict(config, state, path, strict=True), None, {}, True
     numbers = sum(item.numel() for item in state.values() if isinstance(item, torch.Tensor))
-    raise SourceError(f"{path.name} holds a state dict of {len(state)} tensors ({numbers:,} numbers) and no model",
-                      where=str(path), hint=GIVE_ARCH)
+    raise SourceError(
+        f"{path.name} holds a state dict of {len(state)} tensors ({numbers:,} numbers) and no model",
+        where=str(path),
+        hint=GIVE_ARCH,
+    )
 
 
 def _load_strictly(model: torch.nn.Module, state: Mapping[str, torch.Tensor], path: Path, arch: str) -> None:
@@ -78,9 +90,15 @@ def _load_strictly(model: torch.nn.Module, state: Mapping[str, torch.Tensor], pa
     except RuntimeError as error:
         own = model.state_dict()
         missing, unused = sorted(own.keys() - state.keys()), sorted(state.keys() - own.keys())
-        shapes = [f"{key} is {tuple(state[key].shape)}, not {tuple(own[key].shape)}" for key in sorted(own)
-                  if key in state and getattr(state[key], "shape", None) != getattr(own[key], "shape", None)]
+        shapes = [
+            f"{key} is {tuple(state[key].shape)}, not {tuple(own[key].shape)}"
+            for key in sorted(own)
+            if key in state and getattr(state[key], "shape", None) != getattr(own[key], "shape", None)
+        ]
         found = ((missing, "missing"), (unused, "not wanted"), (shapes, "of another shape"))
         parts = [f"{len(names)} {what} ({names[0]})" for names, what in found if names] or [str(error)[:200]]
-        raise SourceError(f"{path.name} does not fit {arch}: tensors {', '.join(parts)}", where=str(path),
-                          hint="the factory must build the module whose state dict was saved") from error
+        raise SourceError(
+            f"{path.name} does not fit {arch}: tensors {', '.join(parts)}",
+            where=str(path),
+            hint="the factory must build the module whose state dict was saved",
+        ) from error

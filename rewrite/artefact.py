@@ -1,0 +1,292 @@
+"""Saving and loading: a folder ``NAME.hcx`` with the graph, the tensors, a golden and a manifest. No pickle."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from . import graph_text
+from .errors import ArtefactError, UsageError
+from .folders import replace_folder, sha256, staging
+from .golden import Golden
+from .normalize import set_tensor
+from .program import Program
+from .signature import CallSignature
+from .verification import Check
+
+FORMAT, SCHEMA_VERSION = "hcx-artefact", 1
+GRAPH, WEIGHTS, GOLDEN, MANIFEST, SOURCE = (
+    "graph.json",
+    "weights.safetensors",
+    "golden.safetensors",
+    "manifest.json",
+    "source",
+)
+
+
+def save(program: Program, path: str | os.PathLike, *, overwrite: bool = False) -> None:
+    """Write a Program as a folder; complete, or not at all.
+
+    Args:
+        path: folder to make; by convention it ends in ``.hcx``.
+        overwrite: replace an existing ``.hcx`` folder, which stays intact until the new one is complete.
+
+    Raises:
+        UsageError: the path exists (or is not an artefact and so is never replaced).
+    """
+    target = Path(path)
+    if target.exists() and not overwrite:
+        raise UsageError(
+            f"{target} exists", where=str(target), hint="choose another name, or pass overwrite=True (--overwrite)"
+        )
+    if target.exists() and not (target / MANIFEST).is_file():
+        raise UsageError(
+            f"{target} exists and is not an hcx artefact, so it is not replaced",
+            where=str(target),
+            hint="choose another name",
+        )
+    golden = (
+        program.golden if program.golden is not None and not program.golden.stale(program) else Golden.record(program)
+    )
+    with staging(target) as folder:
+        tensors, tied = _unique_tensors(program)
+        save_file({n: t.detach().contiguous() for n, t in tensors.items()}, folder / WEIGHTS, metadata={"format": "pt"})
+        golden.write(folder / GOLDEN)
+        (folder / GRAPH).write_text(json.dumps(graph_text.to_json(program.graph), separators=(",", ":")))
+        for name, content in program.companions.items():
+            place = folder / SOURCE / _plain(name)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_bytes(content)
+        (folder / MANIFEST).write_text(json.dumps(_manifest(program, golden, tied, folder), indent=1))
+        replace_folder(folder, target)
+
+
+def _manifest(program: Program, golden: Golden, tied: dict[str, str], folder: Path) -> dict[str, Any]:
+    from .pipeline import fingerprint
+
+    files = {
+        str(PurePosixPath(p.relative_to(folder))): {"sha256": sha256(p), "bytes": p.stat().st_size}
+        for p in sorted(folder.rglob("*"))
+        if p.is_file()
+    }
+    persistent = set(program.state_dict())
+    kinds = {
+        n: {
+            "kind": "parameter" if isinstance(t, torch.nn.Parameter) else "buffer" if n in persistent else "transient",
+            "requires_grad": t.requires_grad,
+        }
+        for n, t in program.named_tensors()
+    }
+    return {
+        "format": FORMAT,
+        "schema_version": SCHEMA_VERSION,
+        "versions": versions(),
+        "model": program.signature.model,
+        "fingerprint": fingerprint(program),
+        "base_fingerprint": base_fingerprint(program),
+        "pipeline": [e["pipeline"] for e in program.history],
+        "history": program.history,
+        "signature": program.signature.to_json(),
+        "tensors": kinds,
+        "tied": tied,
+        "origin": program.origin,
+        "trace_exact": program.trace_exact,
+        "golden": golden.describe(),
+        "files": files,
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions that an artefact was written with."""
+    try:
+        own = version("hcx-rewrite")
+    except PackageNotFoundError:
+        own = "unknown"
+    return {"hcx": own, "torch": torch.__version__, "python": ".".join(map(str, sys.version_info[:3]))}
+
+
+def base_fingerprint(program: Program) -> str:
+    """Fingerprint of the Program before its first rewrite."""
+    from .pipeline import fingerprint
+
+    return program.history[0]["plan"]["fingerprint"] if program.history else fingerprint(program)
+
+
+def _unique_tensors(program: Program) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Each tensor once under its first name, and other names -> first name."""
+    first: dict[int, str] = {}
+    tensors: dict[str, torch.Tensor] = {}
+    tied: dict[str, str] = {}
+    for name, tensor in program.named_tensors():
+        if id(tensor) in first:
+            tied[name] = first[id(tensor)]
+        else:
+            first[id(tensor)] = name
+            tensors[name] = tensor
+    return tensors, tied
+
+
+def load(path: str | os.PathLike) -> Program:
+    """Read an artefact back. Needs nothing but torch and safetensors, not the source of the model.
+
+    Raises:
+        ArtefactError: not an artefact, damaged, from a newer schema, or naming targets or files that are not allowed.
+    """
+    folder = Path(path)
+    manifest = read_manifest(folder)
+    kinds: dict[str, dict] = manifest["tensors"]
+    root = torch.nn.Module()
+    stored = _read_tensors(_file(folder, WEIGHTS))
+    made: dict[str, torch.Tensor] = {}
+    for name, kind in kinds.items():
+        source = manifest["tied"].get(name, name)
+        if source not in stored:
+            raise ArtefactError(f"the tensor `{source}` is missing", where=str(folder / WEIGHTS))
+        if source not in made:
+            is_parameter = kind["kind"] == "parameter"
+            made[source] = (
+                torch.nn.Parameter(stored[source], requires_grad=bool(kind["requires_grad"]))
+                if is_parameter
+                else stored[source]
+            )
+        _register(root, name, made[source], kind["kind"] != "transient")
+    graph = graph_text.from_json(_read_json(_file(folder, GRAPH)), set(kinds))
+    golden = Golden.read(_file(folder, GOLDEN), manifest["golden"])
+    try:
+        signature = CallSignature.from_json(manifest["signature"])
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ArtefactError(f"the call signature is damaged: {error}", where=str(folder / MANIFEST)) from error
+    program = Program._build(graph, root, signature, examples=golden.inputs, copy_tensors=False)
+    companions = {
+        str(PurePosixPath(n).relative_to(SOURCE)): _file(folder, n).read_bytes()
+        for n in manifest["files"]
+        if n.startswith(SOURCE + "/")
+    }
+    program.__dict__.update(
+        history=manifest["history"],
+        origin=dict(manifest["origin"]),
+        trace_exact=manifest["trace_exact"],
+        golden=golden,
+        companions=companions,
+    )
+    return program
+
+
+def _register(root: torch.nn.Module, name: str, tensor: torch.Tensor, persistent: bool) -> None:
+    if not all(part.replace("_", "a").replace("-", "a").isalnum() for part in name.split(".")):
+        raise ArtefactError(f"{name!r} is not a tensor name", where=MANIFEST)
+    set_tensor(root, name, tensor, persistent=persistent)
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of an artefact, with its form and file names checked.
+
+    Raises:
+        ArtefactError: see :func:`load`.
+    """
+    if not folder.exists():
+        raise ArtefactError(f"{folder} does not exist", where=str(folder))
+    if not (folder / MANIFEST).is_file():
+        raise ArtefactError(f"{folder} is not an hcx artefact: it has no {MANIFEST}", where=str(folder))
+    manifest = _read_json(folder / MANIFEST)
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        raise ArtefactError("this manifest is not one of hcx", where=str(folder / MANIFEST))
+    if manifest.get("schema_version") != SCHEMA_VERSION:
+        raise ArtefactError(
+            f"the artefact has schema version {manifest.get('schema_version')}, this hcx reads {SCHEMA_VERSION}",
+            where=str(folder),
+            hint="load it with the hcx that wrote it: " + str(manifest.get("versions")),
+        )
+    expected = {
+        "files": dict,
+        "tensors": dict,
+        "tied": dict,
+        "history": list,
+        "signature": dict,
+        "origin": dict,
+        "golden": dict,
+    }
+    for key, kind in expected.items():
+        if not isinstance(manifest.get(key), kind):
+            raise ArtefactError(
+                f"the manifest is damaged: `{key}` is missing or of the wrong kind", where=str(folder / MANIFEST)
+            )
+    for name, entry in manifest["files"].items():
+        place = _file(folder, name)
+        if place.stat().st_size != entry.get("bytes"):
+            raise ArtefactError(
+                f"{name} is damaged or incomplete: {place.stat().st_size} bytes, the manifest says {entry.get('bytes')}",
+                where=str(place),
+            )
+        if name not in (WEIGHTS, GOLDEN) and sha256(place) != entry.get("sha256"):
+            raise ArtefactError(
+                f"{name} was changed after it was written", where=str(place), hint="rewrite the model again"
+            )
+    return manifest
+
+
+def verify(path: str | os.PathLike) -> list[Check]:
+    """Run every check that an artefact allows: file hashes, its golden bitwise, and the contracts again.
+
+    Returns:
+        all checks, failed ones included.
+    """
+    from .driver import verify_again
+
+    changed = changed_files(path)
+    program = load(path)
+    checks = [
+        Check(
+            "files are as written", not changed, {"files": len(read_manifest(Path(path))["files"])}, ", ".join(changed)
+        )
+    ]
+    if program.golden.program:
+        checks.append(program.golden.check(program))
+        checks += program.golden.contracts(program)
+    return checks + verify_again(program)
+
+
+def changed_files(folder: str | os.PathLike) -> list[str]:
+    """Files whose content is not what the manifest says (reads all of them)."""
+    folder = Path(folder)
+    return [n for n, e in read_manifest(folder)["files"].items() if sha256(_file(folder, n)) != e["sha256"]]
+
+
+def _file(folder: Path, name: str) -> Path:
+    place = folder / _plain(name)
+    if not place.is_file():
+        raise ArtefactError(f"{name} is missing", where=str(place))
+    if not place.resolve().is_relative_to(folder.resolve()):
+        raise ArtefactError(f"{name} lies outside the artefact", where=str(place))
+    return place
+
+
+def _plain(name: str) -> str:
+    """A relative file name that stays inside its folder."""
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or not path.parts or "\\" in name:
+        raise ArtefactError(f"{name!r} is not a file inside the artefact", where=name)
+    return str(path)
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ArtefactError(f"{path.name} is damaged or incomplete: {error}", where=str(path)) from error
+
+
+def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        with safe_open(path, "pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ArtefactError(f"{path.name} is damaged or incomplete: {error}", where=str(path)) from error
