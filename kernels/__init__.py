@@ -1,1 +1,5 @@
-"""hcx package."""
+"""Custom operators ``torch.ops.hcx.*``: importing this package registers them."""
+
+from .streams import DEFINITIONS as DEFINITIONS
+
+__all__ = ["DEFINITIONS"]

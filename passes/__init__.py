@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-_HOME = {"Looped": "looped", "Exits": "exits"}
+_HOME = {"HyperConnections": "hyper_connections", "Looped": "looped", "Exits": "exits"}
 __all__ = sorted(_HOME)
 
 

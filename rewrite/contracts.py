@@ -64,6 +64,17 @@ class Structural:
 Contract = Exact | Rounding | Metric | Structural
 
 
+def combined(promised: list[Contract]) -> Contract:
+    """What a sequence of rewrites promises together: roundings add up, anything that changes the function wins."""
+    if any(isinstance(c, Structural) for c in promised) or sum(isinstance(c, Metric) for c in promised) > 1:
+        return Structural()
+    metric = next((c for c in promised if isinstance(c, Metric)), None)
+    if metric is not None:
+        return metric
+    roundings = [c.k for c in promised if isinstance(c, Rounding)]
+    return Rounding(sum(roundings)) if roundings else Exact()
+
+
 def to_json(contract: Contract) -> dict[str, Any]:
     """Name and numbers of a contract."""
     return {"contract": type(contract).__name__, **vars(contract)}

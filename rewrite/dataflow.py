@@ -44,6 +44,9 @@ CONTRACTIONS = {
 _END = 2**63 - 1
 
 ADDS = {"add", "add_"}
+WRITES = {"stream_write", "stream_add"}
+"""Ops that add a branch to a residual stream carried as several streams: (streams, branch value, ...)."""
+
 SCALES = {"mul", "mul_", "div", "div_"}
 
 
@@ -134,7 +137,7 @@ class Dataflow:
 
     def carries_weight(self, node: fx.Node) -> bool:
         """A contraction with a parameter: what makes a side path a branch."""
-        if op_name(node) in CONTRACTIONS or namespace(node) not in ("aten", "prims", ""):
+        if op_name(node) in CONTRACTIONS or namespace(node) not in ("aten", "prims", "hcx", ""):
             return any(self.is_static(a, 2) for a in node.all_input_nodes)
         return False
 

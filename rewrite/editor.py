@@ -34,6 +34,7 @@ class Editor:
         self._anchor: fx.Node | None = None
         self._tag: dict[str, Any] = {}
         self._tensors: dict[str, fx.Node] = {}
+        self._traced: dict[tuple, fx.GraphModule] = {}
 
     # ---- where and as what
 
@@ -82,11 +83,18 @@ class Editor:
         Returns:
             a node, or a tuple of nodes.
         """
-        values = [n.meta["val"] for n in nodes]
-        with self.fake_mode, torch.no_grad():
-            traced = make_fx(
-                lambda *tensors: function(*tensors), tracing_mode="real", pre_dispatch=True, _allow_non_fake_inputs=True
-            )(*values)
+        key = (function, *((n.meta["val"].dtype, tuple(map(str, n.meta["val"].shape))) for n in nodes))
+        if key not in self._traced:
+            with self.fake_mode, torch.no_grad():
+                # copies of a node share one value, and tracing tells its inputs apart by their values
+                values = [n.meta["val"].detach() for n in nodes]
+                self._traced[key] = make_fx(
+                    lambda *tensors: function(*tensors),
+                    tracing_mode="real",
+                    pre_dispatch=True,
+                    _allow_non_fake_inputs=True,
+                )(*values)
+        traced = self._traced[key]
         mapping = dict(zip((n for n in traced.graph.nodes if n.op == "placeholder"), nodes, strict=True))
         result: Any = None
         for node in traced.graph.nodes:
@@ -163,6 +171,12 @@ class Editor:
             node.meta["val"] = self.fake_mode.from_tensor(tensor, static_shapes=True)
         self._mark(node)
         return node
+
+    def reduced_mean(self, streams: fx.Node, count: int) -> fx.Node:
+        """Insert the mean over the streams of a boundary."""
+        weights = self.constant("mean", torch.full((count,), 1.0 / count, device=streams.meta["val"].device))
+        with self.after(max(streams, weights), role="reduce"):
+            return self.call(torch.ops.hcx.stream_read.default, streams, weights)
 
     # ---- rewiring
 

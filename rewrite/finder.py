@@ -5,9 +5,9 @@ from __future__ import annotations
 from torch import fx
 
 from .blocks import canonical, find_runs, group, iteration_of, residual_signature
-from .dataflow import Dataflow, settle, value
+from .dataflow import WRITES, Dataflow, op_name, settle, value
 from .residuals import find_residuals, hcx_tag, other_adds
-from .sites import Block, Boundary, Carrier, Residual, Sites, Stack
+from .sites import Block, Boundary, Carrier, Residual, Sites, Stack, Streams
 from .stages import find_stages
 from .values import fake_mode_of
 
@@ -121,9 +121,16 @@ def _stack(flow: Dataflow, trunk: list[Residual], caches: set[fx.Node], number: 
         body = flow.between(entry, exit_)
         key, outside = canonical(body, entry)
         blocks.append(Block(name, index, iteration, members, entry, exit_, body, key, outside))
-    boundaries = [Boundary(0, entries[0], Carrier())]
-    boundaries += [Boundary(b.index + 1, e, Carrier()) for b, e in zip(blocks, exits, strict=True)]
+    carrier = _carrier(trunk)
+    boundaries = [Boundary(0, entries[0], carrier)]
+    boundaries += [Boundary(b.index + 1, e, carrier) for b, e in zip(blocks, exits, strict=True)]
     return Stack(_label(blocks, number), blocks, boundaries, find_runs(blocks, caches))
+
+
+def _carrier(trunk: list[Residual]) -> Carrier:
+    """Several streams where the residuals are written by stream ops, else plain."""
+    last = trunk[-1].add
+    return Streams(int(value(last).shape[0])) if op_name(last) in WRITES else Carrier()
 
 
 def _exit(flow: Dataflow, groups, entries: list[fx.Node], i: int) -> fx.Node:
@@ -150,7 +157,13 @@ def _tail(flow: Dataflow, add: fx.Node, call: str, iteration: int) -> fx.Node:
     return add
 
 
+_OWN_ROLES = (None, "mix", "carry", "write")
+"""Roles of inserted nodes that continue a stream; heads, reductions and selections only read it."""
+
+
 def _inside(node: fx.Node, call: str, iteration: int) -> bool:
+    if hcx_tag(node).get("role") not in _OWN_ROLES:
+        return False
     return (
         any(key.removeprefix("L__self__") == call for key in node.meta.get("nn_module_stack") or {})
         and hcx_tag(node).get("iteration", 1) == iteration

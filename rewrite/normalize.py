@@ -11,6 +11,8 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
+from .functional import make_functional, needs_functionalisation
+
 WRAPPER = "m"
 """Attribute of the tracing wrapper that holds the user's model."""
 
@@ -30,6 +32,15 @@ def flat_graph(exported: torch.export.ExportedProgram, input_names: list[str]) -
         exported: program of a wrapper that takes flat tensors and returns a tuple of tensors.
         input_names: one name for each flat input.
     """
+    graph, root = _flat(exported, input_names)
+    if needs_functionalisation(graph):
+        with torch.no_grad():
+            graph, root = _flat(exported.run_decompositions({}), input_names)
+    make_functional(graph)
+    return graph, root
+
+
+def _flat(exported: torch.export.ExportedProgram, input_names: list[str]) -> tuple[fx.Graph, torch.nn.Module]:
     module = exported.module(check_guards=False)
     graph = module.graph
     graph.set_codegen(fx.graph.CodeGen())

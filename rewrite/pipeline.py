@@ -80,7 +80,7 @@ def fork(program: Program) -> Program:
         copy_graph(program.graph),
         _same_tensors(program),
         copy.deepcopy(_portable(program)),
-        examples=program.examples,
+        examples=list(program.examples),
         reference=program.reference,
         copy_tensors=False,
     )

@@ -21,6 +21,8 @@ class Reason(StrEnum):
     WIDTH_CHANGES = "width-changes"
     LEAK = "value-used-outside"
     SHARED = "already-shared"
+    ALREADY = "already-rewritten"
+    NOT_ROWWISE = "stream-op-not-row-wise"
     DIFFERENT = "blocks-differ"
     HEAD_SHAPE = "head-does-not-fit"
     NO_READOUT = "no-readout"

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
+import hcx.kernels  # noqa: F401  registers the ops that graphs may hold
+
 from .normalize import fetch, set_tensor
 from .signature import CallSignature, InputSpec
 
@@ -223,7 +225,7 @@ class Program(torch.nn.Module):
 
     def __deepcopy__(self, memo: dict) -> Program:
         new = Program._build(
-            copy_graph(self.graph), self._root, self.signature, examples=self.examples, reference=self.reference
+            copy_graph(self.graph), self._root, self.signature, examples=list(self.examples), reference=self.reference
         )
         new.__dict__.update(
             history=copy.deepcopy(self.history),

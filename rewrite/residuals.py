@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from .dataflow import ADDS, SCALES, Dataflow, live_users, op_name, resolve, shape, value
+from .dataflow import ADDS, SCALES, WRITES, Dataflow, live_users, op_name, resolve, shape, value
 from .kinds import branch_kind
 from .sites import Branch, Residual
 
@@ -34,6 +34,8 @@ def find_residuals(flow: Dataflow) -> list[Residual]:
     found: list[Residual] = []
     taken: set[fx.Node] = set()
     for node in reversed(flow.nodes):
+        if op_name(node) in WRITES:
+            found.append(_written(flow, node))
         if node in taken or not _is_candidate(node):
             continue
         residual = _match(flow, node, flatten=True) or _match(flow, node, flatten=False)
@@ -109,6 +111,12 @@ def _match(flow: Dataflow, node: fx.Node, flatten: bool) -> Residual | None:
                 branches = [_branch(flow, skip, t, scaled) for t, scaled in others]
                 return Residual(node, skip, branches, skip_scaled, adds=tuple(adds))
     return _projected(flow, node, terms) if len(terms) == 2 and not flatten else None
+
+
+def _written(flow: Dataflow, node: fx.Node) -> Residual:
+    """A residual whose stream is carried as several streams."""
+    skip, scaled = unscale(flow, node.args[0])
+    return Residual(node, skip, [_branch(flow, skip, node.args[1], False)], scaled, adds=(node,))
 
 
 def _projected(flow: Dataflow, node: fx.Node, terms: list[tuple[fx.Node, bool]]) -> Residual | None:

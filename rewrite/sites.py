@@ -5,7 +5,6 @@ These objects are views; they hold nodes and are made anew for each graph. What 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -64,12 +63,13 @@ class Boundary:
     node: fx.Node
     carrier: Carrier
 
+    def read(self, editor) -> fx.Node:
+        """The plain value of the stream here, inserted where the carrier is not plain."""
+        return self.carrier.read(editor, self.node)
+
 
 class Carrier:
-    """How a boundary carries the residual stream: plainly here, in several streams after hyper-connections.
-
-    Passes that change the carrier subclass this and register a reader with :func:`carrier_reader`.
-    """
+    """How a boundary carries the residual stream: as the plain value."""
 
     kind = "plain"
 
@@ -77,9 +77,21 @@ class Carrier:
         """What a foreign reader of the stream sees."""
         return node
 
-    def map(self, editor, nodes: list[fx.Node], f: Callable[[list[fx.Node]], fx.Node]) -> fx.Node:
-        """Apply an elementwise function to boundary values of this carrier."""
-        return f(nodes)
+
+class Streams(Carrier):
+    """The boundary is ``[n, ...]``: n streams, as the ops ``hcx.stream_*`` make them."""
+
+    kind = "streams"
+
+    def __init__(self, count: int):
+        self.count = count
+
+    def read(self, editor, node: fx.Node) -> fx.Node:
+        """The reduced stream: the reduction that the graph already has for this boundary, or a mean."""
+        for user in node.users:
+            if user.meta.get("custom", {}).get("hcx", {}).get("role") == "reduce":
+                return user
+        return editor.reduced_mean(node, self.count)
 
 
 @dataclass

@@ -137,9 +137,9 @@ class Exits(Pass):
             answer = program.graph.output_node().args[0][0]
             candidates = [e.logits for e in exits]
         else:
-            answer = stack.boundaries[-1].node
+            answer = stack.boundaries[-1].read(editor)
             candidates = [e.view for e in exits]
-        readers = _readers(program, stack, answer)
+        readers = _readers(program, stack, answer, answer is not program.graph.output_node().args[0][0])
         with editor.after(max([answer, *(e.fire for e in exits)]), role="select"):
             chosen, depth = answer, None
             for entry, candidate in reversed(list(zip(exits, candidates, strict=True))):
@@ -158,8 +158,10 @@ class Exits(Pass):
         return Exact() if all(s.detail["threshold"] is None for s in plan.sites or ()) else Structural()
 
     def perturbed(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Thresholds go to -1: every position must then leave."""
-        return torch.full_like(tensor, -1.0) if name.endswith("threshold") else super().perturbed(name, tensor)
+        """Thresholds change sides: every position leaves, or none where all did."""
+        if not name.endswith("threshold"):
+            return super().perturbed(name, tensor)
+        return torch.where(tensor < 0, torch.full_like(tensor, NEVER), torch.full_like(tensor, -1.0))
 
 
 def default_places(depth: int) -> tuple[int, ...]:
@@ -173,9 +175,9 @@ class _Inserted:
     def __init__(self, editor: Editor, program: Program, detail: dict):
         self.at = detail["at"]
         stack = find(program).stack(detail["stack"])
-        stream = stack.boundary(self.at).node
+        stream = stack.boundary(self.at).read(editor)
         answer = program.graph.output_node().args[0][0]
-        end = stack.boundaries[-1].node
+        end = stack.boundaries[-1].read(editor)
         with editor.after(max(stream, end, answer), role="head", site=f"{stack.label}@{self.at}"):
             if detail["head"] == "classifier":
                 self.view = stream
@@ -199,17 +201,14 @@ def _readout(editor: Editor, program: Program, end: fx.Node, answer: fx.Node, vi
     return editor.clone(nodes, {end: view}, role="head")[answer]
 
 
-def _readers(program: Program, stack: Stack, answer: fx.Node) -> set[fx.Node]:
+def _readers(program: Program, stack: Stack, answer: fx.Node, is_end: bool) -> set[fx.Node]:
     """Who reads the selected value: everything that read the answer, except heads of exits, and except the output of
     all hidden states."""
     output = program.graph.output_node()
-    readers = {u for u in answer.users if u.meta.get("custom", {}).get("hcx", {}).get("role") not in ("head", "select")}
     outputs = set(output.args[0])
-    if (
-        answer is stack.boundaries[-1].node
-        and answer is not output.args[0][0]
-        and any(b.node in outputs for b in stack.boundaries[:-1])
-    ):
+    readers = {u for u in answer.users if u.meta.get("custom", {}).get("hcx", {}).get("role") not in ("head", "select")}
+    listed = any(n in outputs for b in stack.boundaries[:-1] for n in (b.node, *b.node.users))
+    if is_end and answer is not output.args[0][0] and listed:
         readers.discard(output)
     return readers
 

@@ -53,12 +53,11 @@ def open_model(
         SourceError: missing, damaged, foreign, in need of code execution, or without an example call.
         UsageError: an option that this kind of source has no use for.
 
-    >>> open_model("no_such_folder.pt")
+    >>> open_model("no_such_file.pt")  # doctest: +IGNORE_EXCEPTION_DETAIL
     Traceback (most recent call last):
-    hcx.rewrite.errors.SourceError: there is no file no_such_folder.pt
-      where: no_such_folder.pt
-      try:   a model is a Hugging Face folder, .gguf, .pt2, .pt, .pth, .safetensors, .hcx or pkg.mod:factory
+    hcx.rewrite.errors.SourceError: there is no file no_such_file.pt
     """
-    from .opening import Request, open_any
+    from .opening import open_any
+    from .request import Request
 
     return open_any(Request(spec, trust, arch, dtype, text, inputs))

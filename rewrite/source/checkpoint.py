@@ -34,7 +34,7 @@ def load_file(path: Path, *, trust: bool) -> Any:
     _check_head(path)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)
+            warnings.simplefilter("ignore")  # advice to torch's developers about pickle protocols
             return torch.load(path, map_location="cpu", weights_only=not trust)
     except Exception as error:  # the reader raises a dozen types; each is one of the cases below
         _explain(path, error, trust)

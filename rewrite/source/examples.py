@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,37 +14,11 @@ import torch
 from ..errors import SourceError, UsageError
 from . import signals
 from .files import first_line
+from .inputs_file import GIVE_INPUTS
 from .prose import PROSE
-from .safetensors_file import check_safetensors
 from .text import text_windows
 
 BATCH, LENGTH, DECODER_LENGTH = 2, 12, 7
-GIVE_INPUTS = "give an example with --inputs FILE.safetensors, whose tensors are the keyword arguments by name"
-
-
-def from_file(path: Path, model: torch.nn.Module | None) -> dict[str, torch.Tensor]:
-    """Keyword arguments from a .safetensors file; the keys are argument names.
-
-    Raises:
-        SourceError: the file is missing or damaged.
-        UsageError: a key is no argument of the model's forward.
-    """
-    if not path.is_file():
-        raise SourceError(f"there is no file {path.name}", where=str(path), hint=GIVE_INPUTS)
-    check_safetensors(path)
-    from safetensors.torch import load_file
-
-    tensors = load_file(path)
-    parameters = inspect.signature(model.forward).parameters if model is not None else {}
-    if parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        unknown = [name for name in tensors if name not in parameters]
-        if unknown:
-            raise UsageError(
-                f"{path.name} holds {', '.join(unknown)}, which the model's forward does not take",
-                where=str(path),
-                hint="its arguments are " + ", ".join(parameters),
-            )
-    return tensors
 
 
 def from_model(model: Any, tokenizer: Callable[[], Any] | None, text: str | None) -> dict[str, torch.Tensor]:
@@ -64,7 +37,7 @@ def from_model(model: Any, tokenizer: Callable[[], Any] | None, text: str | None
         SourceError: no example can be made for this kind of input.
     """
     maker = _Maker(model, tokenizer, text)
-    main = getattr(model, "main_input_name", None)
+    main = str(getattr(model, "main_input_name", ""))
     if main not in maker.parameters or main not in _MAKERS or not hasattr(model, "config"):
         raise SourceError(
             f"no example call can be made for {type(model).__name__}",
@@ -75,7 +48,7 @@ def from_model(model: Any, tokenizer: Callable[[], Any] | None, text: str | None
     if getattr(model.config, "is_encoder_decoder", False) and "decoder_input_ids" in maker.parameters:
         inputs["decoder_input_ids"] = maker.decoder_ids()
     other = {"input_ids": "pixel_values", "pixel_values": "input_ids"}.get(main)
-    if other in maker.parameters and _failure(model, inputs):
+    if other and other in maker.parameters and _failure(model, inputs):
         inputs[other] = _MAKERS[other](maker)
         if failure := _failure(model, inputs):
             raise SourceError(

@@ -65,6 +65,7 @@ def _import(spec: str) -> Any:
     """The object that ``pkg.mod:name`` stands for."""
     module_name, _, attribute = spec.partition(":")
     allow_local_imports()
+    importlib.invalidate_caches()
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:

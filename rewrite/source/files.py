@@ -98,9 +98,11 @@ def archive_names(path: Path) -> list[str] | None:
 
 
 def archive_kind(names: list[str]) -> str:
-    """ "pt2", "torchscript", "pickle" (torch.save) or "zip", from the member names of a zip file."""
+    """Which tool wrote a zip file, from its member names: "pt2", "old pt2", "torchscript", "pickle" or "zip"."""
     inner = {name.split("/", 1)[1] for name in names if "/" in name}
-    if "archive_format" in inner or "serialized_exported_program.json" in names:
+    if "serialized_exported_program.json" in names:  # torch.export up to 2.7
+        return "old pt2"
+    if "archive_format" in inner:
         return "pt2"
     if "constants.pkl" in inner:
         return "torchscript"

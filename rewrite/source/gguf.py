@@ -12,7 +12,8 @@ import torch
 from ..errors import SourceError
 from .files import wrapped
 from .gguf_file import check_gguf
-from .hf import check_fit, quiet, transformers
+from .hf import check_fit
+from .library import INSTALL, quiet, transformers
 from .text import read_companions
 
 _HINT = "convert the model to a Hugging Face folder, or use the original one"
@@ -34,9 +35,7 @@ def load_gguf(path: Path, *, dtype: torch.dtype | None) -> tuple[torch.nn.Module
     try:
         import gguf  # noqa: F401
     except ImportError as error:
-        raise SourceError(
-            "reading GGUF needs the gguf package", where=str(path), hint="pip install 'hcx-rewrite[hf]'"
-        ) from error
+        raise SourceError("reading GGUF needs the gguf package", where=str(path), hint=INSTALL) from error
     metadata = check_gguf(path)
     architecture = metadata.get("general.architecture", "(none)")
     with quiet(), wrapped(f"{path.name} of architecture {architecture} cannot be read", str(path), _HINT):
@@ -66,7 +65,7 @@ def _build(path: Path, config: Any, dtype: torch.dtype | None) -> tuple[torch.nn
     )
 
 
-def _skeleton(config: Any) -> torch.nn.Module:
+def _skeleton(config: Any) -> Any:
     """The model with its head, without memory for its weights: a GGUF file does not name the class."""
     package = transformers()
     for name in getattr(config, "architectures", None) or []:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import SourceError, UsageError
+from ..errors import SourceError
 from . import files
 from .model_source import ModelSource
+from .request import Request
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -16,53 +16,21 @@ if TYPE_CHECKING:
     import torch
 
 
-@dataclass(frozen=True)
-class Request:
-    """The arguments of ``open_model``."""
-
-    spec: str
-    trust: bool = False
-    arch: str | None = None
-    dtype: str | None = None
-    text: str | None = None
-    inputs: str | None = None
-
-    def torch_dtype(self) -> torch.dtype | None:
-        """The floating torch dtype asked for.
-
-        Raises:
-            UsageError: no such dtype.
-        """
-        if self.dtype is None:
-            return None
-        import torch
-
-        found = getattr(torch, self.dtype.removeprefix("torch."), None)
-        if not isinstance(found, torch.dtype) or not found.is_floating_point:
-            raise UsageError(
-                f"{self.dtype!r} is no floating dtype", where="dtype", hint="float32, bfloat16, float16 or float64"
-            )
-        return found
-
-    def refuse(self, kind: str, *options: str) -> None:
-        """Options that have no effect on this kind of source are a mistake, never ignored."""
-        for option in options:
-            if getattr(self, option) is not None:
-                raise UsageError(
-                    f"--{option} has no effect on a source of kind {kind}",
-                    where=self.spec,
-                    hint=f"leave out --{option}",
-                )
-
-
 def open_any(request: Request) -> ModelSource:
     """Open whatever the spec names; an existing path comes before a factory."""
     request.torch_dtype()
     path = Path(request.spec)
-    if path.is_dir():
-        return _open_folder(path, request)
-    if path.is_file():
-        return _open_file(path, request)
+    try:
+        if path.is_dir():
+            return _open_folder(path, request)
+        if path.is_file():
+            return _open_file(path, request)
+    except OSError as error:
+        raise SourceError(
+            f"{path.name} cannot be read: {error.strerror or files.first_line(error)}",
+            where=str(error.filename or path),
+            hint="check the permissions and the disk",
+        ) from error
     from .factory import build, is_factory_spec
 
     if not is_factory_spec(request.spec):
@@ -79,8 +47,8 @@ def _open_folder(path: Path, request: Request) -> ModelSource:
     weights = any(name.endswith((".safetensors", ".bin")) for name in names)
     if len(ggufs) == 1 and not ("config.json" in names and weights):
         return _open_gguf(path / ggufs[0], request)
-    if "config.json" not in names:
-        raise _no_config(path, names, ggufs)
+    if "config.json" not in names or "adapter_config.json" in names:
+        raise _no_model(path, names, ggufs)
     from .hf import load_model
     from .text import has_tokenizer, load_tokenizer, read_companions
 
@@ -148,7 +116,7 @@ def _open_weights(path: Path, request: Request) -> ModelSource:
 
 
 def _open_archive(path: Path, request: Request) -> ModelSource:
-    from .examples import GIVE_INPUTS, from_file
+    from .inputs_file import GIVE_INPUTS, from_file
     from .pt2 import example_call, load_archive
 
     request.refuse("pt2", "arch", "dtype", "text")
@@ -156,7 +124,8 @@ def _open_archive(path: Path, request: Request) -> ModelSource:
     call = ((), from_file(Path(request.inputs), None)) if request.inputs else example_call(exported)
     if call is None:
         raise SourceError(f"{path.name} was saved without its example inputs", where=str(path), hint=GIVE_INPUTS)
-    return ModelSource(None, *call, "pt2", path.name, exported=exported, path=str(path))
+    args, kwargs = call
+    return ModelSource(None, args, kwargs, "pt2", path.name, exported=exported, path=str(path))
 
 
 def _from_module(
@@ -189,7 +158,8 @@ def _from_module(
 
 def _example(model: torch.nn.Module, tokenizer: Callable[[], Any] | None, request: Request) -> dict:
     """Example keyword arguments: the caller's file, or made for the model."""
-    from .examples import from_file, from_model
+    from .examples import from_model
+    from .inputs_file import from_file
 
     if request.inputs is None:
         return from_model(model, tokenizer, request.text)
@@ -214,19 +184,19 @@ def _absent(spec: str) -> SourceError:
     return SourceError(f"there is no {what} {spec}", where=spec, hint=f"a model is {files.SUPPORTED}")
 
 
-def _no_config(path: Path, names: list[str], ggufs: list[str]) -> SourceError:
+def _no_model(path: Path, names: list[str], ggufs: list[str]) -> SourceError:
     """A folder that is no model, with what it holds instead."""
-    if ggufs:
-        return SourceError(
-            f"{path.name} holds {len(ggufs)} GGUF files",
-            where=str(path),
-            hint="give one of them: " + ", ".join(ggufs[:4]),
-        )
     if "adapter_config.json" in names:
         return SourceError(
             f"{path.name} is an adapter, not a model",
             where=str(path),
             hint="open its base model, then load the adapter into it",
+        )
+    if ggufs:
+        return SourceError(
+            f"{path.name} holds {len(ggufs)} GGUF files",
+            where=str(path),
+            hint="give one of them: " + ", ".join(ggufs[:4]),
         )
     return SourceError(
         f"{path.name} has no config.json", where=str(path), hint="it holds: " + (", ".join(names[:8]) or "nothing")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import json
-import zipfile
+import re
+import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,35 +29,54 @@ def load_archive(path: Path, *, trust: bool) -> torch.export.ExportedProgram:
         if not trust:
             _check(path, handle)
             handle.seek(0)
-        return _load(path, handle)
+        programs = _load(path, handle)
+    if not programs:
+        raise damaged(path, "it holds no exported program")
+    return programs.get("model") or next(iter(programs.values()))
 
 
-def _load(path: Path, handle: Any) -> torch.export.ExportedProgram:
+def _load(path: Path, handle: Any) -> dict[str, torch.export.ExportedProgram]:
+    """The archive's programs, after importing the transformers modules whose output classes they return.
+
+    torch.export.load hides what went wrong and then tries its old layout, which is all pickles; load_pt2 does neither.
+    """
+    from torch.export.pt2_archive._package import load_pt2
+
     try:
-        return torch.export.load(handle)
+        return load_pt2(handle).exported_programs
     except NotImplementedError as error:
-        raise SourceError(
-            f"{path.name} returns a type that is not registered: {first_line(error)}",
-            where=str(path),
-            hint="import the library that defines it, then open the file from Python",
-        ) from error
+        if not _import_output_type(str(error)):
+            raise SourceError(
+                f"{path.name} returns a type that is not registered: {first_line(error)}",
+                where=str(path),
+                hint="import the library that defines it, then open the file from Python",
+            ) from error
     except Exception as error:  # torch's reader raises many types for one cause: the archive is not as it was saved
         raise damaged(
             path,
             f"torch.export cannot load it ({first_line(error)}); it may be from another torch "
             f"version than {torch.__version__}",
         ) from error
+    handle.seek(0)
+    return _load(path, handle)
+
+
+def _import_output_type(message: str) -> bool:
+    """Import a module of transformers that torch's message names; its output classes are registered thereby."""
+    found = re.search(r"Deserializing (transformers(?:\.\w+)*)\.\w+ in pytree", message)
+    if found is None or found[1] in sys.modules:
+        return False
+    try:
+        importlib.import_module(found[1])
+    except ImportError:
+        return False
+    return True
 
 
 def _check(path: Path, handle: Any) -> None:
     """Refuse pickles, native code, foreign objects and any text that could become code."""
     from torch.export.pt2_archive._package import PT2ArchiveReader
 
-    # the old layout keeps everything in pickles at the top, and torch falls back to it when the new one fails
-    with zipfile.ZipFile(handle) as archive:
-        if any("/" not in name for name in archive.namelist()):
-            _refuse(path, "its old layout, which is made of pickles")
-    handle.seek(0)
     try:
         reader = PT2ArchiveReader(handle)
         names = reader.get_file_names()
@@ -68,7 +89,6 @@ def _check(path: Path, handle: Any) -> None:
             _refuse(path, str(reason))
         except (ValueError, RuntimeError, RecursionError) as error:
             raise damaged(path, f"its member {name} cannot be read ({first_line(error)})") from error
-    _import_output_types(reader, names)
 
 
 def _check_member(path: Path, reader: Any, name: str) -> None:
@@ -92,15 +112,6 @@ def _check_payloads(path: Path, reader: Any, name: str) -> None:
             raise Unsafe(f"the pickled object {label!r}")
         if entry["use_pickle"]:
             check_bytes(reader.read_bytes(f"{folder}/{file}"), path, f"{folder}/{file}")
-
-
-def _import_output_types(reader: Any, names: list[str]) -> None:
-    """Transformers registers its output classes with torch when they are imported, and an archive needs them."""
-    if any(b"transformers." in reader.read_bytes(name) for name in names if name.startswith("models/")):
-        try:
-            import transformers.modeling_outputs  # noqa: F401
-        except ImportError:
-            return
 
 
 def _refuse(path: Path, what: str) -> NoReturn:

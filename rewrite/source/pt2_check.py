@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-_PLAIN = re.compile(r"[\w.+\-: ]*")
+_PLAIN = re.compile(r"[\w.+\-:/@ ]*")
 _OPERATORS = frozenset(
     "add sub mul floordiv truediv mod pow neg pos abs and_ or_ xor not_ invert lshift rshift eq ne lt le gt ge getitem "
     "is_ is_not truth".split()

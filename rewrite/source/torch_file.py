@@ -11,7 +11,7 @@ import torch
 from ..errors import SourceError
 from .checkpoint import find_module, find_state_dict, load_file
 from .factory import allow_local_imports, build
-from .files import archive_kind, archive_names, check_not_empty
+from .files import archive_kind, archive_names, check_not_empty, read_json
 from .safetensors_file import check_safetensors
 
 GIVE_ARCH = (
@@ -36,6 +36,12 @@ def content(path: Path, *, trust: bool) -> tuple[str, Any]:
     kind = archive_kind(names) if names is not None else "pickle"
     if kind == "pt2":
         return kind, None
+    if kind == "old pt2":
+        raise SourceError(
+            f"{path.name} is a torch.export archive in the layout of torch 2.7 and before, which is made of pickles",
+            where=str(path),
+            hint="load it with that torch and save it again with a newer one",
+        )
     if kind == "torchscript":
         raise SourceError(
             f"{path.name} is a TorchScript archive, which holds compiled code and no module",
@@ -70,8 +76,10 @@ def with_architecture(
         model, args, kwargs = build(arch)
         _load_strictly(model, state, path, arch)
         return model, args, kwargs, False
-    if (path.parent / "config.json").is_file():
-        from .hf import from_state_dict, read_config
+    config_file = path.parent / "config.json"
+    if config_file.is_file() and "model_type" in read_json(config_file):
+        from .hf import from_state_dict
+        from .hf_config import read_config
 
         config = read_config(path.parent, trust=trust)
         return from_state_dict(config, state, path, strict=True), None, {}, True

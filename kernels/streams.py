@@ -1,0 +1,76 @@
+"""``torch.ops.hcx.stream_*``: a residual stream carried as several streams.
+
+Layout: streams first, ``X[n, ...]``, so that a static mix is one matrix product over everything behind it and norms over
+trailing dimensions apply to all streams at once. Coefficients are static (``[n]``, ``[n, n]``) or vary per position
+(``[n, ...]``, ``[n, n, ...]`` with the dimensions of a value but the last). They are kept in float32 or better, sums
+run in that precision, and results are cast once.
+
+The definitions here are plain torch with autograd; faster kernels may replace them behind the same names.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_LIBRARY = torch.library.Library("hcx", "DEF")
+_LIBRARY.define("stream_expand(Tensor value, Tensor weights) -> Tensor")
+_LIBRARY.define("stream_read(Tensor streams, Tensor weights) -> Tensor")
+_LIBRARY.define("stream_write(Tensor streams, Tensor update, Tensor mix, Tensor weights) -> Tensor")
+_LIBRARY.define("stream_add(Tensor streams, Tensor update, Tensor weights) -> Tensor")
+
+
+def expand(value: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """``X_i = w_i x``: one value to n streams, ``[...] -> [n, ...]``."""
+    return (_along(weights, value) * value.to(_precise(value, weights))).to(value.dtype)
+
+
+def read(streams: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """``h = sum_i w_i X_i``: n streams to one value, ``[n, ...] -> [...]``.
+
+    >>> read(torch.tensor([[1.0], [3.0]]), torch.tensor([0.5, 0.5]))
+    tensor([2.])
+    """
+    precise = streams.to(_precise(streams, weights))
+    if weights.dim() == 1:
+        flat = precise.reshape(precise.shape[0], -1)
+        return (weights.to(flat.dtype) @ flat).reshape(precise.shape[1:]).to(streams.dtype)
+    return (weights.unsqueeze(-1) * precise).sum(0).to(streams.dtype)
+
+
+def write(streams: torch.Tensor, update: torch.Tensor, mix: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """``X'_i = sum_j H_ij X_j + w_i y``: H_ij is the weight from stream j to stream i.
+
+    Args:
+        streams: ``[n, ...]``.
+        update: y, ``[...]``.
+        mix: H, ``[n, n]`` or ``[n, n, ...]``.
+        weights: w, ``[n]`` or ``[n, ...]``.
+    """
+    precise = streams.to(_precise(streams, mix))
+    if mix.dim() == 2:
+        mixed = (mix.to(precise.dtype) @ precise.reshape(precise.shape[0], -1)).reshape(precise.shape)
+    else:
+        mixed = (mix.unsqueeze(-1) * precise.unsqueeze(0)).sum(1)
+    return (mixed + _along(weights, update) * update.to(precise.dtype)).to(streams.dtype)
+
+
+def add(streams: torch.Tensor, update: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """``X'_i = X_i + w_i y``: a write whose mix is the identity."""
+    precise = _precise(streams, weights)
+    return (streams.to(precise) + _along(weights, update) * update.to(precise)).to(streams.dtype)
+
+
+def _along(weights: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Static weights ``[n]`` or weights per position ``[n, ...]``, ready to multiply ``[n, *value.shape]``."""
+    weights = weights.to(_precise(value, weights))
+    return weights.unsqueeze(-1) if weights.dim() > 1 else weights.reshape([-1] + [1] * value.dim())
+
+
+def _precise(*tensors: torch.Tensor) -> torch.dtype:
+    """float32, or the widest of the operands where that is wider."""
+    return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
+
+
+DEFINITIONS = {"stream_expand": expand, "stream_read": read, "stream_write": write, "stream_add": add}
+for _name, _function in DEFINITIONS.items():
+    _LIBRARY.impl(_name, _function, "CompositeImplicitAutograd")

@@ -1,0 +1,5 @@
+"""Hyper-connections."""
+
+from .hc import HyperConnections
+
+__all__ = ["HyperConnections"]

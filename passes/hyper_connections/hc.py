@@ -1,0 +1,251 @@
+"""Residual connections to hyper-connections: the stream becomes n streams with learned reads, mixes and writes.
+
+Normal form (methods note, section 0): ``X_0 = e x``; at each residual ``h = sum_i p_i X_i``, ``y = F(h)``,
+``X <- H X + b y``; at the end ``x = sum_i r_i X_i``. F is the original branch with its own norm, untouched.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import sqrt
+from typing import ClassVar, Literal
+
+import torch
+from torch import fx
+
+from hcx.rewrite.contracts import Contract, Exact, Rounding
+from hcx.rewrite.dataflow import Dataflow, value
+from hcx.rewrite.editor import Editor
+from hcx.rewrite.errors import UsageError
+from hcx.rewrite.finder import find
+from hcx.rewrite.passbase import Pass
+from hcx.rewrite.plan import PassPlan, Reason, Site, Skip
+from hcx.rewrite.program import Program
+from hcx.rewrite.sites import Stack
+
+from .inits import expand_start, reduce_start, site_start
+from .mixers import MIXERS, Coefficients
+from .spine import Link, is_post_norm, links, obstacle
+
+OPS = torch.ops.hcx
+
+
+@dataclass(frozen=True)
+class HyperConnections(Pass):
+    """Carry every residual stream as ``mult`` streams.
+
+    Args:
+        mixer: ``hc`` (static reads, mixes and writes) or ``ihc`` (identity mix, dynamic reads and writes).
+        mult: number of streams n.
+        init: ``mean`` keeps the mean over streams and lets them differ from the start; ``rotate`` keeps them equal with
+            reads that differ (all that post-norm allows); ``replicate`` is bitwise, for goldens; None chooses.
+        stack: label of the stack to rewrite; default: all.
+    """
+
+    name: ClassVar[str] = "hc"
+    rank: ClassVar[int | None] = 10
+
+    mixer: Literal["hc", "ihc"] = "hc"
+    mult: int = 4
+    init: Literal["mean", "rotate", "replicate"] | None = None
+    stack: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.mult < 2:
+            raise UsageError(f"hc{{mult={self.mult}}}: at least two streams are needed", where="mult")
+        if self.mixer == "ihc" and self.init == "replicate" and self.mult & (self.mult - 1):
+            raise UsageError(
+                "ihc reads through a sigmoid, which cannot read one stream alone; replicate needs mult to be a power of two",
+                where="init",
+            )
+
+    def plan(self, program: Program) -> PassPlan:
+        """One site a residual; whole stacks are skipped where the stream does not act row by row."""
+        plan = self.new_plan(sites=[])
+        sites = find(program)
+        flow = Dataflow(program.graph)
+        stacks = [s for s in sites.stacks if self.stack in (None, s.label)]
+        if self.stack is not None and not stacks:
+            raise UsageError(
+                f"there is no stack `{self.stack}`",
+                where="stack",
+                hint="stacks: " + ", ".join(s.label for s in sites.stacks),
+            )
+        for stack in stacks:
+            self._plan_stack(flow, stack, plan)
+        if not stacks:
+            plan.skips.append(Skip("model", Reason.NO_STREAM, f"no x + f(x) found; {len(sites.other_adds)} other adds"))
+        plan.estimate = {"sites": len(plan.sites), "streams": self.mult}
+        return plan
+
+    def _plan_stack(self, flow: Dataflow, stack: Stack, plan: PassPlan) -> None:
+        problem = self._problem(flow, stack)
+        if problem is not None:
+            plan.skips.append(Skip(stack.label, *problem))
+            return
+        found = links(flow, stack)
+        init = self.init or ("rotate" if is_post_norm(found) else "mean")
+        for number, link in enumerate(found):
+            address = "+".join(b.address for b in link.residual.branches)
+            plan.sites.append(
+                Site(address, "residual", {"stack": stack.label, "number": number, "init": init, "mixer": self.mixer})
+            )
+
+    def _problem(self, flow: Dataflow, stack: Stack) -> tuple[Reason, str] | None:
+        if not stack.residual:
+            return Reason.NO_STREAM, "stages without x + f(x)"
+        if stack.boundaries[0].carrier.kind != "plain":
+            return Reason.ALREADY, "the stream is carried as several streams already"
+        shapes = {tuple(str(s) for s in value(b.node).shape) for b in stack.boundaries}
+        if len(shapes) > 1:
+            return Reason.WIDTH_CHANGES, "the stream changes its shape on the way"
+        if MIXERS[self.mixer].channels_last_only and value(stack.boundaries[0].node).dim() >= 4:
+            return Reason.UNSUPPORTED, f"{self.mixer} needs features in the last dimension; use mixer=hc"
+        found = links(flow, stack)
+        for link in found:
+            text = obstacle(flow, link)
+            if text is not None:
+                return Reason.NOT_ROWWISE, text
+        if self.init == "mean" and is_post_norm(found):
+            return Reason.UNSUPPORTED, "init=mean is not exact on a post-norm stream; use rotate or replicate"
+        return None
+
+    def apply(self, program: Program, plan: PassPlan, editor: Editor) -> None:
+        """Replace the adds of each planned stack by stream reads and writes."""
+        chosen = {(s.detail["stack"], s.detail["number"]): s.detail for s in plan.sites or ()}
+        for order, label in enumerate(dict.fromkeys(key[0] for key in chosen)):
+            stack = find(program).stack(label)
+            details = {number: d for (name, number), d in chosen.items() if name == label}
+            _Spine(self, editor, program, stack, details, f"{order}").build()
+
+    def preserves(self, program: Program, plan: PassPlan) -> Contract:
+        """Bitwise for ``replicate``; else each site rounds once more, and the branches behind it carry that on."""
+        sites = plan.sites or ()
+        if all(s.detail["init"] == "replicate" for s in sites):
+            return Exact()
+        return Rounding(ROUNDING_PER_SITE * sqrt(len(sites)))
+
+
+ROUNDING_PER_SITE = 64
+"""Unit roundoffs a root of sites. The usual 8 holds where a site's rounding reaches the output as it is; here it goes
+through every later branch, which amplify it (SmolLM2, 60 sites: about 110 roundoffs at the logits)."""
+
+
+class _Spine:
+    """Builds the streams of one stack."""
+
+    def __init__(
+        self,
+        step: HyperConnections,
+        editor: Editor,
+        program: Program,
+        stack: Stack,
+        details: dict[int, dict],
+        prefix: str,
+    ):
+        self.step, self.editor, self.program, self.stack = step, editor, program, stack
+        self.details, self.prefix = details, prefix
+        self.flow = Dataflow(program.graph)
+        self.links = links(self.flow, stack)
+        self.init = next(iter(details.values()))["init"]
+        val = value(stack.boundaries[0].node)
+        self.device = val.device
+        self.dtype = torch.float64 if val.dtype == torch.float64 else torch.float32
+        self.streams: dict[fx.Node, fx.Node] = {}
+        self.own: set[fx.Node] = set()
+
+    def build(self) -> None:
+        """Insert expand, reads, writes and reductions; the old adds lose their readers."""
+        entry = self.stack.boundaries[0].node
+        plain_readers = {link.start: set(link.start.users) for link in self.links}
+        for link in self.links:
+            for node in [*link.path, link.residual.add, *link.residual.adds]:
+                plain_readers[node] = set(node.users)
+        weights = self._parameter("expand", expand_start(self.init, self.step.mult))
+        with self.editor.after(max(entry, weights), role="expand"):
+            self.streams[entry] = self.editor.call(OPS.stream_expand.default, entry, weights)
+        for number, link in enumerate(self.links):
+            self._site(number, link)
+        self._foreign_readers(entry, plain_readers)
+
+    def _parameter(self, name: str, tensor: torch.Tensor) -> fx.Node:
+        return self.editor.parameter(f"{self.prefix}.{name}", tensor.to(dtype=self.dtype, device=self.device))
+
+    def _site(self, number: int, link: Link) -> None:
+        residual = link.residual
+        self.own.update(n for n in [*link.path, *link.scale, *residual.adds])
+        streams = self._carry(self.streams[link.start], link.start, link.path)
+        coefficients = self._coefficients(number, streams)
+        with self.editor.after(max(streams, coefficients.read), role="read", site=number):
+            view = self.editor.call(OPS.stream_read.default, streams, coefficients.read)
+        bodies = {n for branch in residual.branches for n in branch.body} - {link.skip}
+        self.editor.redirect(link.skip, view, only=bodies.__contains__)
+        last = max(branch.value if isinstance(branch.value, fx.Node) else view for branch in residual.branches)
+        with self.editor.after(
+            max(last, coefficients.write, *([coefficients.mix] if coefficients.mix else [])), role="write", site=number
+        ):
+            update = self._update(residual)
+            carried = self._carry(streams, link.skip, link.scale)
+            if coefficients.mix is None:
+                written = self.editor.call(OPS.stream_add.default, carried, update, coefficients.write)
+            else:
+                written = self.editor.call(
+                    OPS.stream_write.default, carried, update, coefficients.mix, coefficients.write
+                )
+            written.meta["nn_module_stack"] = {
+                **(residual.add.meta.get("nn_module_stack") or {}),
+                **dict([list(written.meta["nn_module_stack"].items())[-1]]),
+            }
+        self.streams[residual.add] = written
+
+    def _coefficients(self, number: int, streams: fx.Node) -> Coefficients:
+        n = self.step.mult
+        if number not in self.details:  # taken out of the plan: a plain residual on every stream
+            return Coefficients(self._constant(reduce_start("mean", n)), self._constant(torch.ones(n)))
+        with self.editor.after(streams, role="coefficients", site=number):
+            site = f"{self.prefix}.{number}"
+            return MIXERS[self.step.mixer].insert(
+                self.editor, site, streams, site_start(self.init, n, number), self.dtype
+            )
+
+    def _constant(self, tensor: torch.Tensor) -> fx.Node:
+        return self.editor.constant("plain", tensor.to(dtype=self.dtype, device=self.device))
+
+    def _carry(self, streams: fx.Node, start: fx.Node, path: list[fx.Node]) -> fx.Node:
+        """Apply row-wise nodes of the plain stream to all streams."""
+        if not path:
+            return streams
+        mapping = {start: streams}
+        with self.editor.after(streams, role="carry"):
+            self.editor.clone(path, mapping, role="carry")
+        for node in path:
+            self._new_value(mapping[node])
+            self.streams[node] = mapping[node]
+        return mapping[path[-1]]
+
+    def _new_value(self, node: fx.Node) -> None:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        with self.editor.fake_mode, torch.no_grad():
+            node.meta["val"] = node.target(*args, **kwargs)
+
+    def _update(self, residual) -> fx.Node:
+        """The sum of the branch values, with the scale that ``add(alpha=)`` put on one."""
+        total = None
+        for branch in residual.branches:
+            term = branch.value
+            alpha = next((a.kwargs["alpha"] for a in residual.adds if "alpha" in a.kwargs and a.args[1] is term), 1)
+            if alpha != 1:
+                term = self.editor.call(torch.ops.aten.mul.Tensor, term, alpha)
+            total = term if total is None else self.editor.call(torch.ops.aten.add.Tensor, total, term)
+        return total
+
+    def _foreign_readers(self, entry: fx.Node, plain_readers: dict[fx.Node, set[fx.Node]]) -> None:
+        """Everybody else who read the plain stream reads the reduced one."""
+        weights = self._parameter("reduce", reduce_start(self.init, self.step.mult))
+        for plain, streams in list(self.streams.items()):
+            readers = {u for u in plain_readers.get(plain, ()) if u not in self.own} & set(plain.users)
+            if plain is entry or not readers:
+                continue
+            with self.editor.after(max(streams, weights), role="reduce"):
+                reduced = self.editor.call(OPS.stream_read.default, streams, weights)
+            self.editor.redirect(plain, reduced, only=readers.__contains__)

@@ -1,0 +1,61 @@
+"""Starts that keep a pretrained model's function, and their symmetry.
+
+A rewritten stream carries ``X_l`` with the invariants of the methods note, section 0.1:
+R (replicated): all streams equal, ``H 1 = 1``, ``b = 1``, ``sum p = sum r = 1``;
+M (mean): ``sum e = n``, column sums of H are 1, ``sum b = n``, ``p = r = 1/n``.
+With equal streams and equal rows every stream keeps getting the same gradient ("symmetric trap"), so R starts are for
+goldens unless the reads differ.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Start:
+    """Coefficients of one site at the start; all ``[n]``."""
+
+    read: torch.Tensor
+    write: torch.Tensor
+
+
+def is_power_of_two(n: int) -> bool:
+    """Whether 1/n is exact in binary."""
+    return n & (n - 1) == 0
+
+
+def expand_start(init: str, n: int) -> torch.Tensor:
+    """How the first value enters the streams."""
+    if init != "mean":
+        return torch.ones(n)
+    return torch.tensor([1.3, 1.1, 0.9, 0.7]) if n == 4 else torch.linspace(1.3, 0.7, n)
+
+
+def reduce_start(init: str, n: int) -> torch.Tensor:
+    """How the streams become one value again."""
+    if init == "replicate" and not is_power_of_two(n):  # the mean of equal values would be rounded
+        return torch.nn.functional.one_hot(torch.tensor(0), n).float()
+    return torch.full((n,), 1.0 / n)
+
+
+def site_start(init: str, n: int, number: int) -> Start:
+    """Read and write coefficients of residual ``number`` of a stack.
+
+    Args:
+        init: ``replicate`` (bitwise), ``rotate`` (R with reads that differ), ``mean`` (M, streams that differ).
+        n: number of streams.
+    """
+    if init == "replicate":
+        if is_power_of_two(n):
+            return Start(torch.full((n,), 1.0 / n), torch.ones(n))
+        return Start(torch.nn.functional.one_hot(torch.tensor(number % n), n).float(), torch.ones(n))
+    if init == "rotate":
+        read = torch.full((n,), 0.45 / (n - 1))
+        read[0] = 0.55
+        return Start(read.roll(number % n), torch.ones(n))
+    pattern = [0.4, -0.1, -0.4, 0.1] if n == 4 else [0.4 * math.cos(2 * math.pi * i / n) for i in range(n)]
+    return Start(torch.full((n,), 1.0 / n), 1 + torch.tensor(pattern).roll(number % n))
