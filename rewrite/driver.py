@@ -96,7 +96,7 @@ class _Checker:
         checks: list[Check | None] = [
             check_contract(contract, after, self.before, f"contract of {step.name}"),
             check_not_vacuous(program, step, number, self.inputs[0]),
-            check_live(program, self.inputs[0], f"hcx.{number}."),
+            check_live(program, self.inputs[0], f"hcx.{number}.", step),
         ]
         self.before = after
         return _required(checks, may_fail={"live gradients"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -151,7 +152,7 @@ class Editor:
         return self._tensor(f"constant.{len(self._tensors)}_{name.strip('_')}", tensor, False)
 
     def _tensor(self, name: str, tensor: torch.Tensor, persistent: bool) -> fx.Node:
-        full = f"hcx.{self.pass_name}_{self.number}.{name}"
+        full = f"hcx.{self.pass_name}_{self.number}.{re.sub(r'[^A-Za-z0-9_.]', '_', name)}"
         if full not in self._tensors:
             self.program.set_tensor(full, tensor, added_by=self.pass_name, persistent=persistent)
             self._tensors[full] = self._fetch(full, tensor)

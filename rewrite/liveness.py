@@ -10,6 +10,7 @@ import copy
 import torch
 import torch.nn.functional as F
 
+from .passbase import Pass
 from .program import Program
 from .verification import Check
 
@@ -17,7 +18,7 @@ LEAST = 1e-4
 """Least gradient rms of a new tensor, relative to the largest among the new tensors."""
 
 
-def check_live(program: Program, flat: list[torch.Tensor], prefix: str) -> Check | None:
+def check_live(program: Program, flat: list[torch.Tensor], prefix: str, step: Pass) -> Check | None:
     """Gradient rms of every new parameter below ``prefix``; None where there is none.
 
     The loss is next-token cross entropy where the model reads ``input_ids`` and returns logits (taps of logits
@@ -42,13 +43,12 @@ def check_live(program: Program, flat: list[torch.Tensor], prefix: str) -> Check
         later = _gradients(double, inputs, parameters)
         live = [a or b for a, b in zip(live, _alive(later), strict=True)]
     dead = [n for n, ok in zip(names, live, strict=True) if not ok]
-    note = f"dead: {', '.join(dead[:5])}" + (f" and {len(dead) - 5} more" if len(dead) > 5 else "") if dead else ""
-    return Check(
-        "live gradients",
-        not dead,
-        {"parameters": len(names), "dead": len(dead), "min_rms": min(rms), "max_rms": max(rms)},
-        note,
-    )
+    reasons = {n: step.inert(n.removeprefix(prefix)) for n in dead}
+    note = "; ".join(f"dead: {n}{f' ({r})' if r else ''}" for n, r in list(reasons.items())[:5])
+    note += f" and {len(dead) - 5} more" if len(dead) > 5 else ""
+    unexplained = [n for n, r in reasons.items() if r is None]
+    figures = {"parameters": len(names), "dead": len(dead), "unexplained": len(unexplained)}
+    return Check("live gradients", not unexplained, {**figures, "min_rms": min(rms), "max_rms": max(rms)}, note)
 
 
 def _alive(rms: list[float]) -> list[bool]:

@@ -47,6 +47,10 @@ class Pass:
             tensor.dtype
         )
 
+    def inert(self, name: str) -> str | None:
+        """Why a parameter of this pass has no gradient at the start although nothing is wrong, or None."""
+        return None
+
     def new_plan(self, **fields: Any) -> PassPlan:
         """An empty plan step of this pass with its options."""
         return PassPlan(self.name, self.options(), **fields)

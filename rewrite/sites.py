@@ -180,6 +180,10 @@ class Sites:
     residuals: list[Residual]
     other_adds: list[fx.Node]
 
+    def branches(self) -> list[Branch]:
+        """Every residual branch of every stack, in order."""
+        return [b for s in self.stacks for block in s.blocks for r in block.residuals for b in r.branches]
+
     @property
     def main(self) -> Stack | None:
         """The stack that the first output is read from."""

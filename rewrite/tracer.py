@@ -349,3 +349,17 @@ def _must_agree(program: Program, reference: EagerReference, attempt: _Attempt) 
                 )
             exact = exact and torch.equal(torch.nan_to_num(g), torch.nan_to_num(e))
     program.trace_exact = exact
+
+
+def from_exported(exported: torch.export.ExportedProgram) -> Program:
+    """A Program of a torch.export archive, through the example inputs it holds.
+
+    Raises:
+        TraceError: the archive holds no example inputs.
+    """
+    if exported.example_inputs is None:
+        raise TraceError("the archive holds no example inputs", hint="export the model again with torch.export.export")
+    args, kwargs = exported.example_inputs
+    module = exported.module(check_guards=False)
+    module._forward_pre_hooks.clear()  # shape constraints of the archive; the graph itself holds what is really fixed
+    return trace(module, tuple(args), dict(kwargs))

@@ -125,6 +125,15 @@ class HyperConnections(Pass):
             return Exact()
         return Rounding(ROUNDING_PER_SITE * sqrt(len(sites)))
 
+    def inert(self, name: str) -> str | None:
+        """Starts that keep all streams parallel leave some coefficients without a gradient."""
+        parts = name.split(".")
+        if parts[1] == "0" and parts[2] == "read":
+            return "before the first write all streams are multiples of one vector, and the branch's norm removes its scale"
+        if self.init == "replicate":
+            return "equal streams stay equal: replicate is for goldens, train from rotate or mean"
+        return None
+
 
 ROUNDING_PER_SITE = 64
 """Unit roundoffs a root of sites. The usual 8 holds where a site's rounding reaches the output as it is; here it goes
