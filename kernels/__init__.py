@@ -1,5 +1,10 @@
 """Custom operators ``torch.ops.hcx.*``: importing this package registers them."""
 
-from .streams import DEFINITIONS as DEFINITIONS
+if __name__ == "hcx.kernels":
+    from .streams import DEFINITIONS as DEFINITIONS
 
-__all__ = ["DEFINITIONS"]
+    __all__ = ["DEFINITIONS"]
+else:
+    # With the repository root on the path, another package's `import kernels` (it looks for PyPI's) finds this folder.
+    # Registering the operators a second time would fail; without `__file__` it counts as a stray folder, which it is.
+    del __file__

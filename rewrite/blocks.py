@@ -25,6 +25,8 @@ def levels(node: fx.Node) -> list[tuple[str, str]]:
     """(pattern, call) of the numbered modules around a node, outermost first: ``layers.#`` and ``layers.3@1``."""
     found = []
     for key in node.meta.get("nn_module_stack") or {}:
+        if key.startswith("hcx_"):  # a pass, not a module of the model
+            continue
         call = key.removeprefix("L__self__")
         name = call.split("@")[0]
         if re.search(r"\d", name.rsplit(".", 1)[-1]):

@@ -146,11 +146,13 @@ def _exit(flow: Dataflow, groups, entries: list[fx.Node], i: int) -> fx.Node:
 def _tail(flow: Dataflow, add: fx.Node, call: str, iteration: int) -> fx.Node:
     """Last value that the block's own module (or the loop around it) makes from its last add."""
     start = flow.index[add]
-    mine = [
-        n
-        for n in flow.nodes[start + 1 :]
-        if value(n) is not None and flow.reaches(add, n) and _inside(n, call, iteration)
-    ]
+    mine: list[fx.Node] = []
+    reached = {add}
+    for node in flow.nodes[start + 1 :]:
+        if any(o in reached for o in node.all_input_nodes) and hcx_tag(node).get("role") in _OWN_ROLES:
+            reached.add(node)
+            if value(node) is not None and _inside(node, call, iteration):
+                mine.append(node)
     for node in reversed(mine):
         if not any(u in mine for u in node.users) and not flow.carries_weight(node):
             return node
@@ -162,8 +164,6 @@ _OWN_ROLES = (None, "mix", "carry", "write")
 
 
 def _inside(node: fx.Node, call: str, iteration: int) -> bool:
-    if hcx_tag(node).get("role") not in _OWN_ROLES:
-        return False
     return (
         any(key.removeprefix("L__self__") == call for key in node.meta.get("nn_module_stack") or {})
         and hcx_tag(node).get("iteration", 1) == iteration

@@ -132,21 +132,25 @@ def check_not_vacuous(program: Program, step: Any, plan_number: str, flat: list[
         return None
     complete = program.signature.complete(flat)
     saved = {n: t.detach().clone() for n, t in own.items()}
+    moved = 0.0
     with torch.no_grad():
         before = program.run_flat(complete, taps=True)
         try:
-            for name, tensor in own.items():
-                tensor.copy_(step.perturbed(name, saved[name]))
-            after = program.run_flat(complete, taps=True)
+            for _ in range(3):  # a switch may have to go to its other side
+                for name, tensor in own.items():
+                    tensor.copy_(step.perturbed(name, tensor.detach().clone()))
+                moved = _movement(program.run_flat(complete, taps=True), before)
+                if moved > 0:
+                    break
         finally:
             for name, tensor in own.items():
                 tensor.copy_(saved[name])
-    moved = max(
-        (a.double() - b.double()).nan_to_num().abs().max().item()
-        for a, b in zip(after, before, strict=True)
-        if a.numel()
-    )
     return Check(f"not vacuous: {step.name}", moved > 0 and math.isfinite(moved), {"tensors": len(own), "moved": moved})
+
+
+def _movement(after: list[torch.Tensor], before: list[torch.Tensor]) -> float:
+    pairs = [(a, b) for a, b in zip(after, before, strict=True) if a.numel()]
+    return max((a.double() - b.double()).nan_to_num().abs().max().item() for a, b in pairs)
 
 
 def check_base_untouched(program: Program, base: Program) -> Check:

@@ -84,7 +84,8 @@ def _product(kind: str, first, second, left: bool, rank: int, factor: float = 1.
 
 
 def _einsum(node: fx.Node, operand: fx.Node) -> list[Role]:
-    """One output letter, at least one summed letter; letters that the other operands and the output share are batch."""
+    """Letters of the weight: summed ones are missing in the output; of the rest one is shared with the other operands
+    or stands first (experts), the last one is the output."""
     if len(node.args) < 2 or not isinstance(node.args[0], str) or "." in node.args[0]:
         return []
     sources, arrow, result = node.args[0].replace(" ", "").partition("->")
@@ -92,12 +93,12 @@ def _einsum(node: fx.Node, operand: fx.Node) -> list[Role]:
     roles = []
     for place, (own, tensor) in enumerate(zip(letters, operands, strict=False)):
         others = set("".join(x for i, x in enumerate(letters) if i != place))
-        out = [i for i, x in enumerate(own) if x in result and x not in others]
         summed = tuple(i for i, x in enumerate(own) if x not in result)
-        batch = [i for i, x in enumerate(own) if x in result and x in others]
+        out = [i for i, x in enumerate(own) if x in result and x not in others]
+        batch = [i for i, x in enumerate(own) if x in result and x in others] + out[:-1]
         given = next((o for i, o in enumerate(operands) if i != place), None)
-        if tensor is operand and arrow and len(out) == 1 and summed and len(batch) <= 1 and given is not None:
-            roles.append(Role("einsum", out[0], summed, given, batch[0] if batch else None))
+        if tensor is operand and arrow and out and summed and len(batch) <= 1 and given is not None:
+            roles.append(Role("einsum", out[-1], summed, given, batch[0] if batch else None))
     return roles
 
 

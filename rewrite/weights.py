@@ -8,13 +8,11 @@ parameters by the names they have in the state dict; module classes are never as
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
-from fnmatch import fnmatch
+from dataclasses import dataclass, replace
 
 from torch import fx
 
 from .dataflow import Dataflow, op_name, value
-from .errors import UsageError
 from .finder import find
 from .values import fake_mode_of
 from .weight_roles import Dim, Role, role_of, view_of
@@ -31,6 +29,8 @@ class WeightUse:
         kind: linear, addmm, matmul, conv, embedding, einsum or experts.
         node: the op.
         operand: the argument of the op that holds the parameter or a view of it.
+        source: the node that fetches the parameter.
+        reader: the node that reads ``source`` on the way to the op; the op itself where no view lies between.
         input: the activation (for an embedding: the indices).
         left: the parameter stands left of the activation (``W x`` instead of ``x W``).
         out_axis: axis of the parameter that becomes the output features.
@@ -47,6 +47,8 @@ class WeightUse:
     kind: str
     node: fx.Node
     operand: fx.Node
+    source: fx.Node
+    reader: fx.Node
     input: fx.Node
     left: bool
     out_axis: int
@@ -71,30 +73,6 @@ class Uncovered:
     reason: str
 
 
-@dataclass
-class Selection:
-    """Parameters that a pass was asked to change, with all their uses.
-
-    Attributes:
-        chosen: name -> uses, in order of first use.
-        left: parameters of the base that are not chosen: name, entries and why; nothing is missing here.
-    """
-
-    chosen: dict[str, list[WeightUse]]
-    left: list[Uncovered] = field(default_factory=list)
-
-    def notes(self) -> list[str]:
-        """One line for each reason why parameters are left alone."""
-        by_reason: dict[str, list[Uncovered]] = {}
-        for item in self.left:
-            by_reason.setdefault(item.reason, []).append(item)
-        return [
-            f"not covered, {reason}: {len(items)} parameters with {sum(i.count for i in items):,} entries "
-            f"({', '.join(i.name for i in items[:2])}{', ...' if len(items) > 2 else ''})"
-            for reason, items in by_reason.items()
-        ]
-
-
 def find_weights(program) -> list[WeightUse]:
     """Every use of a parameter by a weight-carrying op, in graph order; parameters that passes added included."""
     fake_mode_of(program)
@@ -103,7 +81,7 @@ def find_weights(program) -> list[WeightUse]:
     for node in program.graph.nodes:
         if node.op == "get_attr" and node.target in tied:
             dims = tuple(Dim(i, 0, int(s)) for i, s in enumerate(value(node).shape))
-            found += _uses(node, dims, tied[node.target], node.target, len(dims))
+            found += _uses(node, dims, tied[node.target], (node,))
     position = {n: i for i, n in enumerate(program.graph.nodes)}
     return _addressed(sorted(found, key=lambda u: position[u.node]))
 
@@ -116,7 +94,7 @@ def find_uncovered(program, uses: Iterable[WeightUse]) -> list[Uncovered]:
         if node.op == "get_attr":
             readers.setdefault(node.target, []).extend(op_name(u) or u.op for u in node.users)
     result = []
-    for names in _base_groups(program):
+    for names in base_tensors(program):
         if not covered & set(names):
             ops = [o for n in names for o in readers.get(n, ())]
             tensor = program.tensor(names[0])
@@ -130,104 +108,25 @@ def find_uncovered(program, uses: Iterable[WeightUse]) -> list[Uncovered]:
     return result
 
 
-def select(program, target: str | tuple[str, ...], kinds: Iterable[str], axes: int | None = None) -> Selection:
-    """Choose parameters of the base by name, or the usual ones.
-
-    ``auto`` takes the weights inside residual branches (of every stack, projections of another stream's output for
-    cross-attention included), and where the model has no residual stream all weights but the readout; of these the
-    ones of the given kinds. Patterns choose by name: a pattern fits a parameter's full name, the name without
-    ``.weight``, or the last parts of that (``q_proj``, ``mlp.*``).
-
-    Args:
-        target: ``auto`` or fnmatch patterns.
-        kinds: what ``auto`` takes.
-        axes: number of axes that ``auto`` takes; None takes any.
-
-    Raises:
-        UsageError: a pattern that fits no weight.
-    """
-    uses = [u for u in find_weights(program) if u.name not in program.origin]
-    by_name: dict[str, list[WeightUse]] = {}
-    for use in uses:
-        by_name.setdefault(use.name, []).append(use)
-    if target == "auto":
-        reasons = _usual(program, by_name, set(kinds), axes)
-    else:
-        patterns = (target,) if isinstance(target, str) else tuple(target)
-        _check_patterns(patterns, by_name)
-        reasons = {n: None if any(fits(n, p) for p in patterns) else "not in target" for n in by_name}
-    chosen = {n: by_name[n] for n, reason in reasons.items() if reason is None}
-    done = {n for us in chosen.values() for u in us for n in u.names}
-    left: list[Uncovered] = []
-    for name, reason in reasons.items():
-        if reason is not None and name not in done:
-            left.append(Uncovered(name, program.tensor(name).numel(), reason))
-            done.update(by_name[name][0].names)
-    return Selection(chosen, left + find_uncovered(program, uses))
-
-
-def fits(name: str, pattern: str) -> bool:
-    """Whether a pattern means a parameter.
-
-    >>> [fits("model.layers.0.self_attn.q_proj.weight", p) for p in ("q_proj", "*.0.*", "proj", "self_attn.*")]
-    [True, True, False, True]
-    """
-    stem = name.removesuffix(".weight")
-    return fnmatch(name, pattern) or fnmatch(stem, pattern) or fnmatch(stem, f"*.{pattern}")
-
-
-def base_count(program) -> int:
-    """Entries of the base's parameters, tied ones once."""
-    return sum(program.tensor(names[0]).numel() for names in _base_groups(program))
-
-
-def _check_patterns(patterns: tuple[str, ...], by_name: dict[str, list[WeightUse]]) -> None:
-    for pattern in patterns:
-        if not any(fits(n, pattern) for n in by_name):
-            raise UsageError(
-                f"no weight is called `{pattern}`",
-                where="target",
-                hint=f"weights of this model: {', '.join(list(by_name)[:6])}{', ...' if len(by_name) > 6 else ''}",
-            )
-
-
-def _usual(program, by_name: dict[str, list[WeightUse]], kinds: set[str], axes: int | None) -> dict[str, str | None]:
-    """Name -> None if taken, else the reason."""
-    inside, readouts = weights_in_branches(program), readout_weights(program)
-    reasons: dict[str, str | None] = {}
-    for name, uses in by_name.items():
-        if inside and not any(u.node in inside for u in uses):
-            reasons[name] = f"{uses[0].kind} outside the residual branches"
-        elif not inside and all(u.node in readouts for u in uses):
-            reasons[name] = "the readout"
-        elif uses[0].kind not in kinds:
-            reasons[name] = f"{uses[0].kind} is not among the usual targets; name it in target"
-        elif axes is not None and program.tensor(name).dim() != axes:
-            reasons[name] = f"{program.tensor(name).dim()} axes; name it in target"
-        else:
-            reasons[name] = None
-    return reasons
-
-
-def weights_in_branches(program) -> set[fx.Node]:
-    """Weight-carrying ops in the residual branches: on the way from the stream back to it, or beside it (a
+def weights_in_branches(program, uses: Iterable[WeightUse]) -> set[fx.Node]:
+    """The ops of those uses that lie in a residual branch: on the way from the stream back to it, or beside it (a
     cross-attention's keys and values) with no other weight between; empty where there is no residual stream."""
     flow = Dataflow(program.graph)
+    weighted = {u.node for u in uses}
     inside: set[fx.Node] = set()
     for residual in find(program).residuals:
         for branch in residual.branches:
-            body = set(branch.body)
-            inside |= {n for n in body if flow.carries_weight(n) or op_name(n) == "embedding"}
-            frontier = [o for n in body for o in n.all_input_nodes]
-            seen = set(body)
+            inside |= weighted & set(branch.body)
+            frontier = [o for n in branch.body for o in n.all_input_nodes]
+            seen = set(branch.body)
             while frontier:
                 node = frontier.pop()
                 if node in seen or node.op != "call_function" or flow.reaches(node, residual.skip):
                     continue
                 seen.add(node)
-                if flow.carries_weight(node):
+                if node in weighted:
                     inside.add(node)
-                else:
+                elif not flow.carries_weight(node):
                     frontier += node.all_input_nodes
     return inside
 
@@ -251,26 +150,28 @@ def _names_by_tensor(program) -> dict[str, tuple[str, ...]]:
     return {n: tuple(names) for names in groups.values() for n in names}
 
 
-def _base_groups(program) -> list[tuple[str, ...]]:
+def base_tensors(program) -> list[tuple[str, ...]]:
+    """Names of each parameter of the base; several where it is tied."""
     return [g for g in dict.fromkeys(_names_by_tensor(program).values()) if not set(g) & set(program.origin)]
 
 
-def _uses(node: fx.Node, dims: tuple[Dim, ...], names: tuple[str, ...], name: str, rank: int) -> list[WeightUse]:
+def _uses(node: fx.Node, dims: tuple[Dim, ...], names: tuple[str, ...], path: tuple[fx.Node, ...]) -> list[WeightUse]:
     found = []
     for user in node.users:
         for role in role_of(user, node):
-            if (use := _use(user, node, role, dims, names, name, rank)) is not None:
+            if (use := _use(user, role, dims, names, path)) is not None:
                 found.append(use)
         after = view_of(user, node, dims)
         if after is not None:
-            found += _uses(user, after, names, name, rank)
+            found += _uses(user, after, names, (*path, user))
     return found
 
 
-def _use(node, operand, role: Role, dims, names, name: str, rank: int) -> WeightUse | None:
+def _use(node: fx.Node, role: Role, dims: tuple[Dim, ...], names: tuple[str, ...], path: tuple[fx.Node, ...]):
     def axis(dim: int | None) -> int | None:
         return None if dim is None else dims[dim].axis
 
+    rank = value(path[0]).dim()
     out, batch = axis(role.out), axis(role.batch)
     summed = tuple(a for d in role.summed if (a := axis(d)) is not None)
     if out is None or (not summed and role.kind != "conv"):
@@ -279,9 +180,25 @@ def _use(node, operand, role: Role, dims, names, name: str, rank: int) -> Weight
     if kind == "experts" and batch is None:
         batch = next((a for a in range(rank) if a != out and a not in summed), None)
     home = list((node.meta.get("nn_module_stack") or {}).values())
-    prefix = f"{home[-1][0]}." if home else ""
-    own = next((n for n in names if n.rpartition(".")[0] + "." == prefix), name)
-    return WeightUse(own, own, names, kind, node, operand, role.input, role.left, out, summed, batch, dims, role.factor)
+    prefix = f"{home[-1][0]}." if home else "."
+    name = next((n for n in names if n.rpartition(".")[0] + "." == prefix), path[0].target)
+    return WeightUse(
+        address=name,
+        name=name,
+        names=names,
+        kind=kind,
+        node=node,
+        operand=path[-1],
+        source=path[0],
+        reader=(*path, node)[1],
+        input=role.input,
+        left=role.left,
+        out_axis=out,
+        in_axes=summed,
+        batch_axis=batch,
+        dims=dims,
+        factor=role.factor,
+    )
 
 
 def _addressed(uses: list[WeightUse]) -> list[WeightUse]:

@@ -102,7 +102,8 @@ class HyperConnections(Pass):
         if MIXERS[self.mixer].channels_last_only and value(stack.boundaries[0].node).dim() >= 4:
             return Reason.UNSUPPORTED, f"{self.mixer} needs features in the last dimension; use mixer=hc"
         found = links(flow, stack)
-        for link in found:
+        last, end = found[-1].residual, stack.boundaries[-1].node
+        for link in [*found, Link(last, last.add, end, flow.between(last.add, end), [])]:
             text = obstacle(flow, link)
             if text is not None:
                 return Reason.NOT_ROWWISE, text
@@ -156,6 +157,7 @@ class _Spine:
         self.details, self.prefix = details, prefix
         self.flow = Dataflow(program.graph)
         self.links = links(self.flow, stack)
+        self.end = stack.boundaries[-1].node
         self.init = next(iter(details.values()))["init"]
         val = value(stack.boundaries[0].node)
         self.device = val.device
@@ -175,6 +177,12 @@ class _Spine:
             self.streams[entry] = self.editor.call(OPS.stream_expand.default, entry, weights)
         for number, link in enumerate(self.links):
             self._site(number, link)
+        last = self.links[-1].residual.add
+        if self.end is not last:  # a post-norm block ends behind its add
+            tail = self.flow.between(last, self.end)
+            plain_readers.update({n: set(n.users) for n in tail})
+            self._carry(self.streams[last], last, tail)
+            self.own.update(tail)
         self._foreign_readers(entry, plain_readers)
 
     def _parameter(self, name: str, tensor: torch.Tensor) -> fx.Node:
