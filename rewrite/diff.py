@@ -11,9 +11,11 @@ from torch import fx
 
 from . import contracts
 from .artefact import base_fingerprint
-from .diff_graph import Region, Status, node_lines, regions
+from .diff_graph import Layout, Region, Status, regions
+from .errors import ArtefactError
 from .pipeline import fingerprint
 from .program import Program
+from .verification import Check
 
 
 @dataclass
@@ -102,10 +104,11 @@ def diff(a: Program, b: Program) -> Diff:
         a: before.
         b: after.
     """
+    one, other = Layout(a), Layout(b)
     before, after = _side(a), _side(b)
     tensors, values = _tensors(a, b)
     notes = [] if before.base == after.base else ["the two come from different models: blocks are paired by name alone"]
-    return Diff(before, after, regions(a, b), _call(a, b), tensors, values, _rewrites(a, b), notes)
+    return Diff(before, after, regions(one, other), _call(a, b, one, other), tensors, values, _rewrites(a, b), notes)
 
 
 def _side(program: Program) -> Side:
@@ -123,17 +126,16 @@ def _side(program: Program) -> Side:
     )
 
 
-def _call(a: Program, b: Program) -> list[Change]:
+def _call(a: Program, b: Program, one: Layout, other: Layout) -> list[Change]:
     changes: list[Change] = []
     for kind in ("input", "output", "tap"):
-        changes += _changes(kind, _interface(a, kind), _interface(b, kind))
+        changes += _changes(kind, _interface(a, kind, one.lines), _interface(b, kind, other.lines))
     return changes
 
 
-def _interface(program: Program, kind: str) -> dict[str, str]:
+def _interface(program: Program, kind: str, lines: dict[fx.Node, str]) -> dict[str, str]:
     if kind == "input":
         return {i.name: _form_of(i.dtype, i.shape) + (f", {i.fill}" if i.fill else "") for i in program.inputs}
-    lines = node_lines(program)
     values = list(program.graph.output_node().args[0])
     count = len(program.output_names)
     named = (
@@ -180,21 +182,28 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _rewrites(a: Program, b: Program) -> list[dict[str, Any]]:
     """Entries of both histories: the common beginning, then what each side did on its own."""
+    try:
+        return [{"in": where, **_entry(e)} for where, e in _histories(a.history, b.history)]
+    except (KeyError, TypeError, AttributeError) as error:
+        what = f"the history is damaged: {type(error).__name__}: {error}"
+        raise ArtefactError(what, where="manifest.json") from error
+
+
+def _histories(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
     common = 0
-    for x, y in zip(a.history, b.history, strict=False):
+    for x, y in zip(one, other, strict=False):
         if (x["pipeline"], x["plan"]) != (y["pipeline"], y["plan"]):
             break
         common += 1
-    marked = [("both", e) for e in b.history[:common]]
-    marked += [("before", e) for e in a.history[common:]] + [("after", e) for e in b.history[common:]]
-    return [
-        {
-            "in": where,
-            "pipeline": e["pipeline"],
-            "contract": str(contracts.from_json(e["contract"])),
-            "counts": e.get("counts", {}),
-            "checks": e.get("checks", []),
-            "owed": e.get("owed", False),
-        }
-        for where, e in marked
-    ]
+    marked = [("both", e) for e in other[:common]]
+    return marked + [("before", e) for e in one[common:]] + [("after", e) for e in other[common:]]
+
+
+def _entry(entry: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "pipeline": str(entry["pipeline"]),
+        "contract": str(contracts.from_json(entry["contract"])),
+        "counts": dict(entry.get("counts", {})),
+        "checks": [Check(**c).to_json() for c in entry.get("checks", [])],
+        "owed": bool(entry.get("owed", False)),
+    }

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from typing import Any, Literal
 
-import torch
 from torch import fx
 
 from . import graph_text
@@ -16,6 +15,7 @@ from .dataflow import Dataflow, private
 from .program import Program
 from .residuals import hcx_tag
 from .sites import Stack, Streams
+from .values import fake_mode_of
 
 Status = Literal["added", "removed", "changed", "unchanged"]
 START = "start"
@@ -80,11 +80,11 @@ class Region:
         return sum(x.status == status for x in self.lines)
 
 
-def regions(a: Program, b: Program) -> list[Region]:
+def regions(one: Layout, other: Layout) -> list[Region]:
     """Blocks and boundaries of both Programs, in the order of the second; boundaries without a node are left out."""
-    one, other = _Layout(a), _Layout(b)
-    pairs = _fetched(a.graph, b.graph)
+    pairs = _fetched(one.flow.graph, other.flow.graph)
     aligned = {key: _align(one, other, key, pairs) for key in _merged(one, other)}
+    _join_moved(aligned, pairs)
     names = {after.name: before.name for after, before in pairs.items()}
     found = []
     for key, rows in aligned.items():
@@ -110,39 +110,53 @@ def node_lines(program: Program) -> dict[fx.Node, str]:
     Sizes are named as in the call signature, others ``d0``, ``d1``, ... in order of appearance: the symbols that a
     trace or a file comes with do not show.
     """
-    program.sites()  # gives every node its value
-    names = dim_names(program)
+    fake_mode_of(program)  # gives every node its value
+    names = _dim_names(program)
     lines = graph_text.text(program.graph).splitlines()
-    shape = re.compile(r"( : \w+\[)([^]]*)(\](?:  [@#].*)?)$")
-    return {
-        node: shape.sub(lambda m: m[1] + _renamed(m[2], names) + m[3], line)
-        for node, line in zip(program.graph.nodes, lines, strict=True)
-    }
+    shape = re.compile(r"( : \w+\[)[^]]*(\](?:  [@#].*)?)$")
+
+    def named(node: fx.Node, line: str) -> str:
+        kind, sizes = _sizes(node)
+        text = ", ".join(_renamed(str(s), names[kind]) for s in sizes)
+        return shape.sub(lambda m: m[1] + text + m[2], line)
+
+    return {node: named(node, line) for node, line in zip(program.graph.nodes, lines, strict=True)}
 
 
-def dim_names(program: Program) -> dict[str, str]:
-    """Symbols of the graph's sizes -> names of the call signature's dimensions."""
-    names: dict[str, str] = {}
+def _sizes(node: fx.Node) -> tuple[str, list[Any]]:
+    """Whether the sizes are those of the file a graph was read from or of a computed value, and the sizes."""
+    if "shape" in node.meta:
+        return "stored", list(node.meta["shape"])
+    return "computed", list(getattr(node.meta.get("val"), "shape", ()))
+
+
+def _dim_names(program: Program) -> dict[str, dict[str, str]]:
+    """Symbols of sizes -> names of the call signature's dimensions, for stored and for computed sizes."""
+    names: dict[str, dict[str, str]] = {"stored": {}, "computed": {}}
     placeholders = [n for n in program.graph.nodes if n.op == "placeholder"]
     for node, spec in zip(placeholders, program.inputs, strict=True):
-        for size, dim in zip(getattr(node.meta.get("val"), "shape", ()), spec.shape, strict=False):
-            if isinstance(size, torch.SymInt) and isinstance(dim, str) and str(size).isidentifier():
-                names.setdefault(str(size), dim)
+        computed = getattr(node.meta.get("val"), "shape", ())
+        for kind, sizes in (("stored", node.meta.get("shape", ())), ("computed", computed)):
+            for size, dim in zip(sizes, spec.shape, strict=False):
+                if isinstance(dim, str) and str(size).isidentifier():
+                    names[kind].setdefault(str(size), dim)
     return names
 
 
-def _renamed(sizes: str, names: dict[str, str]) -> str:
+def _renamed(size: str, names: dict[str, str]) -> str:
     def named(symbol: re.Match) -> str:
         return names.setdefault(symbol[0], f"d{sum(v.startswith('d') and v[1:].isdigit() for v in names.values())}")
 
-    text = re.sub(r"\b[su]\d+\b", named, sizes)
-    return re.sub(r"\w+(?:\*\w+)+", lambda m: "*".join(sorted(m[0].split("*"))), text)
+    text = re.sub(r"\b[su]\d+\b", named, size)
+    text = re.sub(r"\w+(?:\*\w+)+", lambda m: "*".join(sorted(m[0].split("*"))), text)
+    return " + ".join(sorted(text.split(" + ")))
 
 
-class _Layout:
+class Layout:
     """The nodes of a Program by block and boundary.
 
     Attributes:
+        lines: node -> its line of text.
         places: address -> place, in order of execution.
         nodes: address -> nodes.
         blocks: addresses that are blocks.
@@ -175,7 +189,7 @@ class _Layout:
         streams = carrier.count if isinstance(carrier, Streams) else 1
         passes = sum(b.index == block.index for b in stack.blocks)
         self.places[key] = Place(branches=kinds, streams=streams, number=block.iteration, passes=passes)
-        self.places[end] = Place(streams=streams)
+        self.places[end] = Place(streams=streams, number=block.iteration, passes=passes)
         self.nodes[key], self.nodes[end] = [], []
         self.blocks.add(key)
         for node in [*private(block.body, block.entry), *block.body]:
@@ -196,13 +210,13 @@ class _Layout:
             self.nodes[key].append(node)
             place.nodes += 1
             place.taps += [taps[node]] if node in taps else []
-            role = f"{tag.get('pass', '')} {tag.get('role', '')}".strip()
+            role = f"{tag['pass']} {tag.get('role', 'copy')}" if "pass" in tag else ""
             place.roles += [role] if role and role not in place.roles else []
             if tag and node not in home and last and last[2] is not None:
                 place.leaves |= not self.flow.reaches(node, last[2])
 
 
-def _merged(one: _Layout, other: _Layout) -> list[str]:
+def _merged(one: Layout, other: Layout) -> list[str]:
     """Addresses of both in the order of the second; what only the first has goes after what precedes it there."""
     keys = list(other.places)
     previous = None
@@ -215,7 +229,7 @@ def _merged(one: _Layout, other: _Layout) -> list[str]:
     return keys
 
 
-def _align(one: _Layout, other: _Layout, key: str, pairs: dict[fx.Node, fx.Node]) -> list[tuple]:
+def _align(one: Layout, other: Layout, key: str, pairs: dict[fx.Node, fx.Node]) -> list[tuple]:
     """(node of a or None, node of b or None), in order; pairs are added to ``pairs``."""
     left, right = one.nodes.get(key, []), other.nodes.get(key, [])
     rows: list[tuple[fx.Node | None, fx.Node | None]] = []
@@ -227,6 +241,24 @@ def _align(one: _Layout, other: _Layout, key: str, pairs: dict[fx.Node, fx.Node]
         else:
             rows += [(n, None) for n in left[i:j]] + [(None, n) for n in right[k:m]]
     return rows
+
+
+def _join_moved(aligned: dict[str, list[tuple]], pairs: dict[fx.Node, fx.Node]) -> None:
+    """Pair nodes that one side counts to another block: a table read by one block is private, by two it is not."""
+    left: dict[tuple, list[fx.Node]] = {}
+    for rows in aligned.values():
+        for before, after in rows:
+            if after is None:
+                left.setdefault((_form(before), str(hcx_tag(before))), []).append(before)
+    moved: set[fx.Node] = set()
+    for rows in aligned.values():
+        for position, (before, after) in enumerate(rows):
+            if before is None and (same := left.get((_form(after), str(hcx_tag(after))))):
+                pairs[after] = same.pop(0)
+                rows[position] = (pairs[after], after)
+                moved.add(pairs[after])
+    for key, rows in aligned.items():
+        aligned[key] = [(x, y) for x, y in rows if y is not None or x not in moved]
 
 
 def _form(node: fx.Node) -> str:
@@ -244,7 +276,7 @@ def _form(node: fx.Node) -> str:
     return f"{node.target}{text(node.args)}{options}@{stack[-1][0] if stack else ''}"
 
 
-def _line(one: _Layout, other: _Layout, before: fx.Node | None, after: fx.Node | None, names: dict[str, str]) -> Line:
+def _line(one: Layout, other: Layout, before: fx.Node | None, after: fx.Node | None, names: dict[str, str]) -> Line:
     if before is None:
         return Line(None, other.lines[after], "added")
     if after is None:

@@ -158,6 +158,19 @@ class Editor:
             self._tensors[full] = self._fetch(full, tensor)
         return self._tensors[full]
 
+    def drop_tensor(self, name: str) -> None:
+        """Remove a tensor that nothing reads any more (a weight that was replaced) under this one of its names."""
+        for node in [n for n in self.graph.nodes if n.op == "get_attr" and n.target == name]:
+            self.graph.erase_node(node)  # refuses while the value has users
+        *path, leaf = name.split(".")
+        module = self.program._root
+        for part in path:
+            module = module._modules[part]
+        for tensors in (module._parameters, module._buffers):
+            tensors.pop(leaf, None)
+        module._non_persistent_buffers_set.discard(leaf)
+        self.program.origin.pop(name, None)
+
     def existing(self, name: str) -> fx.Node:
         """The node that fetches a tensor the Program already has."""
         node = next((n for n in self.graph.nodes if n.op == "get_attr" and n.target == name), None)

@@ -28,6 +28,11 @@ class Pass:
     name: ClassVar[str]
     rank: ClassVar[int | None] = None
 
+    @classmethod
+    def place(cls) -> int | None:
+        """Place in the default order: ``rank``, unless the pass has an option of that name."""
+        return cls.rank
+
     def plan(self, program: Program) -> PassPlan:
         """What would be done. Pure: the Program is not changed."""
         raise NotImplementedError

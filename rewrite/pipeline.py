@@ -53,16 +53,16 @@ def check_order(program: Program, steps: list[Pass]) -> None:
     Raises:
         PlanError: a pass after one that must come later, with both named.
     """
-    done = [(e["pass"], registry.get(e["pass"]).rank) for e in program.history]
+    done = [(e["pass"], registry.get(e["pass"]).place()) for e in program.history]
     for step in steps:
         for name, rank in done:
-            if rank is not None and step.rank is not None and step.rank < rank:
+            if rank is not None and (place := step.place()) is not None and place < rank:
                 raise PlanError(
                     f"`{step.name}` cannot follow `{name}`",
                     where="pipeline order",
                     hint=f"put {step.name} before {name}: {name} reads what {step.name} changes",
                 )
-        done.append((step.name, step.rank))
+        done.append((step.name, step.place()))
 
 
 def plan(program: Program, what: Any) -> Plan:

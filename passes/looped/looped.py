@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 import torch
 from hcx.rewrite.contracts import Contract, Exact, Structural
-from hcx.rewrite.dataflow import shape, value
+from hcx.rewrite.dataflow import value
 from hcx.rewrite.editor import Editor
 from hcx.rewrite.errors import UsageError
 from hcx.rewrite.finder import cache_nodes, find
@@ -17,7 +17,7 @@ from hcx.rewrite.program import Program
 from hcx.rewrite.sites import Stack
 
 from .mixing import mix_input, mix_input_rms, update_output
-from .window import default_window, loop_of, measured_jumps
+from .window import default_window, keeps_shape, loop_of, measured_jumps
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Looped(Pass):
                 hint=f"0 <= start < end <= {stack.depth}",
             )
         entry, exit_ = self._cut(stack, start, end)
-        if shape(entry) != shape(exit_) or value(entry).dtype != value(exit_).dtype:
+        if not keeps_shape(stack, start, end):
             plan.skips.append(
                 Skip(
                     address,

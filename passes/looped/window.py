@@ -24,13 +24,23 @@ def default_window(stack: Stack, jumps: list[int]) -> tuple[int, int] | None:
     best = None
     for run in stack.runs:
         first, last = stack.blocks[run.start].index, stack.blocks[run.end - 1].index + 1
+        if not keeps_shape(stack, first, first + 1):  # the first block of a stage brings the new width
+            first += 1
         length = max(run.period, min(wanted, last - first) // run.period * run.period)
         for start in range(first, last - length + 1, run.period):
+            if not keeps_shape(stack, start, start + length):
+                continue
             inside = any(start <= j < start + length for j in jumps)
             cost = (inside, abs(start - target), start < target)
             if best is None or cost < best[0]:
                 best = (cost, (start, start + length))
     return best[1] if best else None
+
+
+def keeps_shape(stack: Stack, start: int, end: int) -> bool:
+    """Whether the stream has the same shape and dtype before and after a window."""
+    before, after = stack.boundary(start).node, stack.boundary(end).node
+    return shape(before) == shape(after) and value(before).dtype == value(after).dtype
 
 
 def measured_jumps(program, stack: Stack) -> list[int]:
