@@ -97,7 +97,7 @@ class Diff:
 def diff(a: Program, b: Program) -> Diff:
     """Compare two Programs; neither is changed.
 
-    Blocks are compared by address. Inside a block, nodes are aligned by operation, weights and module, so names of
+    Blocks are compared by address. Inside a block, nodes are aligned by operation and module, so names of
     nodes may differ; a node counts as changed where its operands, shape or dtype are others.
 
     Args:

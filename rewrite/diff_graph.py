@@ -202,7 +202,7 @@ class Layout:
         output = program.graph.output_node()
         taps = dict(zip(list(output.args[0])[len(program.output_names) :], program.taps, strict=True))
         for node in self.flow.nodes:
-            if node.op != "call_function":
+            if node.op in _FETCHES:
                 continue
             last = next((x for x in reversed(self._exits) if self.flow.reaches(x[0], node)), None)
             key = home.get(node) or (last[1] if last else START)
@@ -266,11 +266,13 @@ def _form(node: fx.Node) -> str:
 
     def text(value: Any) -> str:
         if isinstance(value, fx.Node):
-            return f"<{value.target}>" if value.op in _FETCHES else "%"
+            return "%"
         if isinstance(value, list | tuple):
             return "[" + ",".join(map(text, value)) + "]"
         return repr(value)
 
+    if node.op == "output":
+        return node.op
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     options = [f"{k}={text(v)}" for k, v in node.kwargs.items()]
     return f"{node.target}{text(node.args)}{options}@{stack[-1][0] if stack else ''}"

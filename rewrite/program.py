@@ -191,6 +191,12 @@ class Program(torch.nn.Module):
 
         save(self, path, **options)
 
+    def as_pretrained(self):
+        """A Transformers model over the same tensors; see :func:`hcx.rewrite.pretrained.as_pretrained`."""
+        from .pretrained import as_pretrained
+
+        return as_pretrained(self)
+
     def check_inputs(self, count: int = 2) -> list[list[torch.Tensor]]:
         """Flat inputs of several shapes for checking; see :mod:`hcx.rewrite.inputs`."""
         from .inputs import check_inputs
@@ -222,6 +228,12 @@ class Program(torch.nn.Module):
         """Devices and dtypes reach the plain tree too, whose dictionaries are shared."""
         super()._apply(fn, recurse)
         return self
+
+    def param_groups(self, train: str = "all", **options: Any) -> list[dict]:
+        """Groups for an optimiser; see :func:`hcx.rewrite.host.param_groups`."""
+        from .host import param_groups
+
+        return param_groups(self, train, **options)
 
     def __deepcopy__(self, memo: dict) -> Program:
         new = Program._build(
