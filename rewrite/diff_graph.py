@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 from typing import Any, Literal
@@ -12,6 +11,7 @@ from torch import fx
 
 from . import graph_text
 from .dataflow import Dataflow, private
+from .errors import ArtefactError
 from .program import Program
 from .residuals import hcx_tag
 from .sites import Stack, Streams
@@ -109,10 +109,15 @@ def node_lines(program: Program) -> dict[fx.Node, str]:
 
     Sizes are named as in the call signature, others ``d0``, ``d1``, ... in order of appearance: the symbols that a
     trace or a file comes with do not show.
+
+    Raises:
+        ArtefactError: the graph cannot be written as text.
     """
     fake_mode_of(program)  # gives every node its value
     names = _dim_names(program)
-    lines = graph_text.text(program.graph).splitlines()
+    lines = graph_text.text(program.graph).rstrip("\n").split("\n")
+    if len(lines) != len(program.graph.nodes):
+        raise ArtefactError("a name in the graph holds a line break", where="graph.json")
     shape = re.compile(r"( : \w+\[)[^]]*(\](?:  [@#].*)?)$")
 
     def named(node: fx.Node, line: str) -> str:
@@ -285,10 +290,3 @@ def _line(one: Layout, other: Layout, before: fx.Node | None, after: fx.Node | N
         return Line(one.lines[before], None, "removed")
     same = re.sub(r"%(\w+)", lambda m: f"%{names.get(m[1], '+')}", other.lines[after]) == one.lines[before]
     return Line(one.lines[before], other.lines[after], "unchanged" if same else "changed")
-
-
-def op_counts(lines: list[Line], status: Status) -> dict[str, int]:
-    """Operations of the nodes of a status, most frequent first: ``{"aten.mul": 2, ...}``."""
-    texts = [x.after or x.before or "" for x in lines if x.status == status]
-    ops = Counter(".".join(t.partition(" = ")[2].partition("(")[0].split(".")[:2]) for t in texts)
-    return dict(ops.most_common())

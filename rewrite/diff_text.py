@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 
 from .diff import Change, Diff
-from .diff_graph import Region, Status, op_counts
+from .diff_graph import Line, Region, Status
 from .verification import Check
 
 MARKS: dict[Status, str] = {"added": "+", "removed": "-", "changed": "~", "unchanged": "="}
@@ -151,3 +152,10 @@ def _node_lines(region: Region) -> list[str]:
         lines += [f"- {line.before}"] if line.before is not None else []
         lines += [f"+ {line.after}"] if line.after is not None else []
     return lines
+
+
+def op_counts(lines: list[Line], status: Status) -> dict[str, int]:
+    """Operations of the nodes of a status, most frequent first: ``{"aten.mul": 2, ...}``."""
+    texts = [x.after or x.before or "" for x in lines if x.status == status]
+    ops = Counter(".".join(t.partition(" = ")[2].partition("(")[0].split(".")[:2]) for t in texts)
+    return dict(ops.most_common())

@@ -11,6 +11,8 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from .errors import UsageError
+from .graph_text import target_name
 from .normalize import rename
 from .program import Program
 from .signature import CACHE, InputSpec, tensor_indices
@@ -64,7 +66,13 @@ class Editor:
     # ---- inserting
 
     def call(self, op: Callable, *args: Any, **kwargs: Any) -> fx.Node:
-        """Insert one op; its shape and dtype are computed."""
+        """Insert one op; its shape and dtype are computed.
+
+        Raises:
+            UsageError: not an overload of a registered op, so that the graph could not be stored.
+        """
+        target_name(op)
+        self._need_place()
         node = self.graph.call_function(op, args, kwargs)
         unpacked = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
         with self.fake_mode, torch.no_grad():
@@ -84,6 +92,7 @@ class Editor:
         Returns:
             a node, or a tuple of nodes.
         """
+        self._need_place()
         key = (function, *((n.meta["val"].dtype, tuple(map(str, n.meta["val"].shape))) for n in nodes))
         if key not in self._traced:
             with self.fake_mode, torch.no_grad():
@@ -126,6 +135,12 @@ class Editor:
             mapping[node] = new
             self.counts["cloned"] += 1
         return mapping
+
+    def _need_place(self) -> None:
+        if self._anchor is None:
+            raise UsageError(
+                f"pass `{self.pass_name}` inserts without saying where", where="Editor", hint="with editor.after(node): ..."
+            )
 
     def _mark(self, node: fx.Node) -> None:
         stack = dict(self._anchor.meta.get("nn_module_stack") or {}) if self._anchor is not None else {}
@@ -177,7 +192,7 @@ class Editor:
         return node if node is not None else self._fetch(name, self.program.tensor(name))
 
     def _fetch(self, name: str, tensor: torch.Tensor) -> fx.Node:
-        first = next(n for n in self.graph.nodes if n.op != "placeholder")
+        first = next(n for n in self.graph.nodes if n.op not in ("placeholder", "get_attr"))
         with self.graph.inserting_before(first):
             node = self.graph.get_attr(name)
         rename(self.graph, node, name)
@@ -195,8 +210,12 @@ class Editor:
     # ---- rewiring
 
     def redirect(self, old: fx.Node, new: fx.Node, only: Callable[[fx.Node], bool] | None = None) -> int:
-        """Make users of one value read another; returns how many did."""
-        users = [u for u in old.users if u is not new and (only is None or only(u))]
+        """Make users of one value read another; returns how many did.
+
+        Users that the new value is made from keep the old one, else it would read itself.
+        """
+        makers = _ancestors(new)
+        users = [u for u in old.users if u not in makers and (only is None or only(u))]
         for user in users:
             user.replace_input_with(old, new)
         self.counts["redirected"] += len(users)
@@ -265,6 +284,17 @@ class Editor:
                 added.append(outputs[flat[index]])
             siblings.append(renumber(slot, renumbered))
         output.args = (tuple([*flat[:count], *added, *flat[count:]]),)
+
+
+def _ancestors(node: fx.Node) -> set[fx.Node]:
+    """A node and everything it is made from."""
+    seen, pending = {node}, [node]
+    while pending:
+        for operand in pending.pop().all_input_nodes:
+            if operand not in seen:
+                seen.add(operand)
+                pending.append(operand)
+    return seen
 
 
 def list_items(spec: dict, wanted: set[int]) -> list[tuple[dict, list]]:

@@ -151,17 +151,21 @@ def sort_graph(graph: fx.Graph) -> None:
     done: set[fx.Node] = set()
     order: list[fx.Node] = []
     for node in list(graph.nodes):
-        pending = [node]
+        pending, open_nodes = [node], {node}
         while pending:
             top = pending[-1]
             missing = [o for o in top.all_input_nodes if o not in done]
             if not missing:
                 pending.pop()
+                open_nodes.discard(top)
                 if top not in done:
                     done.add(top)
                     order.append(top)
+            elif any(o in open_nodes for o in missing):
+                raise PlanError(f"a pass made `{top.name}` depend on itself", where=top.name, hint="see Editor.redirect")
             else:
-                pending += missing
+                pending.append(missing[0])
+                open_nodes.add(missing[0])
     output = graph.output_node()
     for node in order:
         if node is not output:

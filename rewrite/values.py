@@ -8,6 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from .normalize import fetch
+from .signature import size_of
 
 
 def fake_mode_of(program) -> FakeTensorMode:
@@ -26,7 +27,7 @@ def propagate(program) -> FakeTensorMode:
     """Compute ``meta['val']`` of every node from the example inputs and the signature's dynamic dimensions."""
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     values: dict[fx.Node, object] = {}
-    inputs = iter(zip(program.inputs, program.examples[0], strict=True))
+    inputs = iter(zip(program.inputs, _sized(program), strict=True))
     with mode, torch.no_grad():
         for node in program.graph.nodes:
             if node.op == "placeholder":
@@ -43,3 +44,17 @@ def propagate(program) -> FakeTensorMode:
                 continue
             node.meta["val"] = values[node]
     return mode
+
+
+def _sized(program) -> list[torch.Tensor]:
+    """Inputs whose dynamic sizes are 2 or more: smaller ones would be taken for constants."""
+    sizes: dict[str, int] = {}
+    for spec, example in zip(program.inputs, program.examples[0], strict=True):
+        for dim, size in zip(spec.shape, example.shape, strict=True):
+            if isinstance(dim, str) and "+" not in dim:
+                sizes.setdefault(dim, int(size) if size > 1 else 5)
+    result = []
+    for spec, example in zip(program.inputs, program.examples[0], strict=True):
+        shape = [size_of(dim, sizes) for dim in spec.shape]
+        result.append(example if list(example.shape) == shape else example.new_empty(shape))
+    return result

@@ -1,0 +1,162 @@
+"""``hcx generate``: greedy text from a model, a ``.hcx`` folder or an ONNX file."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hcx.rewrite.errors import SourceError, UsageError
+
+from .cmd_export import need_onnx
+from .opening import open_program
+from .result import Progress, Result, silent
+
+if TYPE_CHECKING:
+    import torch
+    from hcx.rewrite.generation import Runner
+    from hcx.rewrite.signature import CallSignature
+
+DEPTH_TAP = "exits.depth"
+
+
+@dataclass
+class _Decoder:
+    """Anything that decodes: flat inputs in; outputs, and taps where there are any, out."""
+
+    signature: CallSignature
+    run: Runner
+    names: list[str]
+    companions: dict[str, bytes]
+
+
+def generate(
+    model: str,
+    *,
+    prompt: str,
+    tokens: int = 16,
+    tokenizer: str | None = None,
+    progress: Progress = silent,
+    **source: Any,
+) -> Result:
+    """Go on from a prompt, each time with the likeliest token, through the cache where the model has one.
+
+    Args:
+        model: a MODEL argument, or an ``.onnx`` file of ``hcx export``.
+        tokens: most tokens to add; generation ends at the model's end-of-text token.
+        tokenizer: for ``.onnx``: a ``.hcx`` folder or a folder with tokenizer files; by default those beside the file.
+        source: options of :func:`hcx.cli.opening.open_program`.
+
+    Raises:
+        SourceError: there is no tokenizer.
+        UsageError: the model does not take token ids.
+    """
+    is_onnx = model.endswith(".onnx") or (Path(model) / "model.onnx").is_file()
+    decoder = _onnx(model, tokenizer, source, progress) if is_onnx else _program(model, tokenizer, source, progress)
+    words = _tokenizer(decoder)
+    ids = _encoded(words, prompt)
+    progress(f"generating {tokens} tokens")
+    start = time.perf_counter()
+    all_ids, depths = _decode(decoder, ids, tokens, getattr(words, "eos_token_id", None))
+    seconds = time.perf_counter() - start
+    text = words.decode(all_ids, skip_special_tokens=True)
+    new = all_ids[len(ids) :]
+    data: dict[str, Any] = {
+        "text": text,
+        "prompt": prompt,
+        "prompt_ids": ids,
+        "ids": new,
+        "new_text": words.decode(new, skip_special_tokens=True),
+    }
+    data |= {"seconds": seconds, "tokens_per_second": len(new) / seconds if seconds else None}
+    if depths:
+        data |= {"depths": depths, "mean_depth": sum(depths) / len(depths)}
+        text += f"\n\nmean depth {data['mean_depth']:.2f} blocks over {len(depths)} tokens"
+    return Result(data, text)
+
+
+def _program(model: str, tokenizer: str | None, source: dict[str, Any], progress: Progress) -> _Decoder:
+    if tokenizer is not None:
+        raise UsageError(
+            "--tokenizer is for .onnx files; other models bring their own", where="--tokenizer", hint="leave it out"
+        )
+    program = open_program(model, progress=progress, **source).program
+    has_depth = DEPTH_TAP in program.taps
+    names = [*program.output_names, *(program.taps if has_depth else [])]
+    return _Decoder(program.signature, lambda flat: program.run_flat(flat, taps=has_depth), names, program.companions)
+
+
+def _onnx(model: str, tokenizer: str | None, source: dict[str, Any], progress: Progress) -> _Decoder:
+    wrong = next((name for name, value in source.items() if value), None)
+    if wrong:
+        raise UsageError(f"--{wrong} has no effect on an .onnx file", where=model, hint=f"leave out --{wrong}")
+    if not Path(model).exists():
+        raise SourceError(f"there is no file {model}", where=model, hint="hcx export writes one")
+    need_onnx("onnxruntime")
+    progress(f"opening {model}")
+    from hcx.export import OnnxSession
+
+    session = OnnxSession(model)
+    if session.signature is None:
+        raise UsageError(
+            f"{model} was not written by hcx export, so it is not known how to call it",
+            where=model,
+            hint="export the model with hcx export MODEL --to onnx",
+        )
+    return _Decoder(session.signature, session.run_flat, session.output_names, _companions_for(session.path, tokenizer))
+
+
+def _companions_for(path: Path, tokenizer: str | None) -> dict[str, bytes]:
+    from hcx.rewrite.source.text import has_tokenizer, read_companions
+
+    folder = Path(tokenizer) if tokenizer else path.parent
+    if not folder.is_dir():
+        raise SourceError(
+            f"there is no folder {folder}",
+            where="--tokenizer",
+            hint="give a .hcx folder, or a folder with tokenizer.json",
+        )
+    companions = read_companions(folder / "source" if folder.suffix == ".hcx" else folder)
+    if not has_tokenizer(companions):
+        raise SourceError(
+            f"{folder} has no tokenizer files",
+            where=str(folder),
+            hint="give --tokenizer OUT.hcx, or a folder with tokenizer.json",
+        )
+    return companions
+
+
+def _tokenizer(decoder: _Decoder) -> Any:
+    from hcx.rewrite.source import tokenizer_from
+
+    if "input_ids" not in [i.name for i in decoder.signature.inputs]:
+        raise UsageError(
+            "this model does not take `input_ids`, so it cannot generate text", where=decoder.signature.model
+        )
+    return tokenizer_from(decoder.companions)
+
+
+def _encoded(words: Any, prompt: str) -> list[int]:
+    ids = list(words(prompt, verbose=False)["input_ids"])
+    if not ids:
+        raise UsageError("the prompt has no tokens", where="--prompt", hint="give at least one word")
+    return ids
+
+
+def _decode(decoder: _Decoder, ids: list[int], tokens: int, stop: int | None) -> tuple[list[int], list[int]]:
+    """All ids, and for each new token the number of blocks that it took (empty without exits)."""
+    import torch
+    from hcx.rewrite.generation import decode
+
+    place = decoder.names.index(DEPTH_TAP) if DEPTH_TAP in decoder.names else None
+    depths: list[int] = []
+
+    def run(flat: list[torch.Tensor]) -> list[torch.Tensor]:
+        outputs = decoder.run(flat)
+        if place is not None:
+            depths.append(int(outputs[place].reshape(-1)[-1]))
+        return outputs
+
+    found, _ = decode(decoder.signature, run, decoder.names, torch.tensor([ids]), tokens, stop=stop)
+    return found[0].tolist(), depths

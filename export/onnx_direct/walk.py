@@ -1,0 +1,228 @@
+"""Walks a flat ATen graph and emits each node."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from torch import fx
+
+from . import decompose, registry
+from .emitter import Emitter, Operand, onnx_dtype
+from .mutation import without_mutation
+from .symbols import Unsupported
+
+
+class Walker:
+    """Emits the nodes of one graph in order.
+
+    Args:
+        e: where nodes go.
+        module: holder of parameters, buffers and constants.
+        fused: nodes that a pattern replaces: node → (emit function, operand nodes).
+    """
+
+    def __init__(self, e: Emitter, module: torch.nn.Module, fused: dict[fx.Node, tuple[Any, tuple]] | None = None):
+        self.e, self.module, self.fused = e, module, fused or {}
+        self.scope = ""
+        self.values: dict[fx.Node, Any] = {}
+        self.weights: dict[str, Operand] = {}
+
+    def run(self, graph: fx.Graph, inputs: list[Operand]) -> list[Operand]:
+        """Emit the graph; returns its outputs in order."""
+        remaining = iter(inputs)
+        needed = self._needed(graph)
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                self.values[node] = next(remaining)
+            elif node.op == "output":
+                return [self._value(n) for n in _flat(node.args[0])]
+            elif node in needed:
+                try:
+                    self._emit(node)
+                except Unsupported as reason:
+                    if not hasattr(reason, "node"):
+                        reason.node = node
+                    raise
+        raise AssertionError("a graph has an output node")
+
+    def _needed(self, graph: fx.Graph) -> set[fx.Node]:
+        """What the outputs depend on, seen through the fused patterns."""
+        needed: set[fx.Node] = set()
+        stack = list(graph.output_node().all_input_nodes)
+        while stack:
+            node = stack.pop()
+            if node not in needed:
+                needed.add(node)
+                stack += (
+                    [n for n in self.fused[node][1] if isinstance(n, fx.Node)]
+                    if node in self.fused
+                    else node.all_input_nodes
+                )
+        return needed
+
+    def _emit(self, node: fx.Node) -> None:
+        fake = node.meta.get("val")
+        if node.op == "get_attr":
+            self.values[node] = self._attribute(node)
+        elif node in self.fused:
+            self._describe(node)
+            emit, operands = self.fused[node]
+            self._store(node, emit(self.e, *(self._value(o) for o in operands)))
+        elif isinstance(fake, torch.SymInt | int) and not isinstance(fake, bool):
+            self.values[node] = self._size(node, fake)
+        elif node.target is operator.getitem:
+            self.values[node] = self._value(node.args[0])[node.args[1]]
+        elif node.target is torch.ops.higher_order.cond:
+            self._branch(node)
+        elif node.op != "call_function":
+            raise Unsupported(f"{node.op} {node.target}")
+        else:
+            self._call(node)
+
+    def _call(self, node: fx.Node) -> None:
+        if not isinstance(node.target, torch._ops.OpOverload):
+            raise Unsupported(f"{getattr(node.target, '__name__', node.target)}")
+        found = registry.find(node.target, involves_complex(node))
+        if found is None and self._expanded(node):
+            return
+        if found is None:
+            raise Unsupported(
+                f"{node.target}, which has no translation" + (" for complex numbers" if involves_complex(node) else "")
+            )
+        args, kwargs = tuple(self._value(a) for a in node.args), {k: self._value(v) for k, v in node.kwargs.items()}
+        self._describe(node)
+        self._store(node, found.emit(self.e, **registry.arguments(node.target, found, args, kwargs)))
+
+    def _expanded(self, node: fx.Node) -> bool:
+        """Emit the operator's definition in place, if it has one."""
+        found = decompose.definition(node, self.e.definitions)
+        if found is None:
+            return False
+        module, operands = found
+        inner = Walker(self.e, module)
+        inner.scope = module_path(node) or self.scope
+        outputs = inner.run(without_mutation(module.graph), [self._value(o) for o in operands])
+        self.values[node] = tuple(outputs) if isinstance(node.meta["val"], list | tuple) else outputs[0]
+        return True
+
+    def _branch(self, node: fx.Node) -> None:
+        """torch.cond as If; the branches read outer values and weights directly."""
+        predicate, chosen, other, inputs = (self._value(a) for a in node.args)
+        branches = [self._body(body, inputs) for body in (chosen, other)]
+        self._describe(node)
+        scalar = self.e.op("Reshape", predicate, self.e.const([], torch.int64)) if predicate.rank else predicate
+        made = self.e.op("If", scalar, outputs=len(self.e.outs), then_branch=branches[0], else_branch=branches[1])
+        self._store(
+            node,
+            list(made)
+            if isinstance(node.meta["val"], list | tuple) and len(self.e.outs) > 1
+            else [made]
+            if isinstance(node.meta["val"], list | tuple)
+            else made,
+        )
+
+    def _body(self, module: fx.GraphModule, inputs: list[Operand]) -> ir.Graph:
+        """One branch as an ONNX graph; each output is a value of its own."""
+        inner = Walker(self.e.subgraph(), module)
+        inner.weights = self.weights
+        outputs = inner.run(without_mutation(module.graph), inputs)
+        e = inner.e
+        made = []
+        for out in outputs:
+            node = ir.node("Identity", [out.value], name=e.name("Identity"))
+            node.outputs[0].name, node.outputs[0].type = node.name, ir.TensorType(onnx_dtype(e.dtype(out.dtype)))
+            e.nodes.append(node)
+            made.append(node.outputs[0])
+        return ir.Graph([], made, nodes=e.nodes, name=e.name("branch"))
+
+    def _describe(self, node: fx.Node) -> None:
+        """Tell translators what the node returns and where it is."""
+        fakes = node.meta.get("val")
+        if fakes is None:
+            raise Unsupported(f"{node.target} without a traced value")
+        several = isinstance(fakes, list | tuple)
+        self.e.outs = tuple(Operand(None, f.dtype, self.e.symbols.shape(f)) for f in (fakes if several else [fakes]))
+        self.e.scope = module_path(node) or self.scope
+
+    def _store(self, node: fx.Node, made: Any) -> None:
+        outs = [
+            Operand(v, o.dtype, o.shape)
+            for v, o in zip(made if isinstance(made, list | tuple) else [made], self.e.outs, strict=True)
+        ]
+        for out in outs:
+            self.e.symbols.bind_result(out.value, out.shape)
+        self.values[node] = tuple(outs) if isinstance(node.meta["val"], list | tuple) else outs[0]
+
+    def _size(self, node: fx.Node, fake: torch.SymInt | int) -> Any:
+        size = self.e.symbols.size(fake)
+        if str(node.target) == "aten.item.default":
+            source = self._value(node.args[0])
+            self.e.symbols.bind_scalar(
+                size, self.e.op("Reshape", self.e.cast(source, source.dtype, torch.int64), self.e.const([1]))
+            )
+        return size
+
+    def _value(self, argument: Any) -> Any:
+        """An argument with fx nodes replaced by operands or sizes."""
+        if isinstance(argument, fx.Node):
+            if argument in self.values:
+                return self.values[argument]
+            self._emit(argument)
+            return self.values[argument]
+        if isinstance(argument, list | tuple):
+            return [self._value(a) for a in argument]
+        return argument
+
+    def _attribute(self, node: fx.Node) -> Operand | torch.nn.Module:
+        name = str(node.target)
+        if name not in self.weights:
+            tensor = operator.attrgetter(name)(self.module)
+            if isinstance(tensor, torch.nn.Module):
+                return tensor  # the body of a control-flow node
+            if not isinstance(tensor, torch.Tensor):
+                raise Unsupported(f"attribute {name} of type {type(tensor).__name__}")
+            self.weights[name] = weight(self.e, name, tensor)
+        return self.weights[name]
+
+
+def weight(e: Emitter, name: str, tensor: torch.Tensor) -> Operand:
+    """A parameter, buffer or constant as an initializer under its own name; one storage is one initializer.
+
+    Complex numbers are stored as pairs in a last dimension of 2.
+    """
+    dtype = torch.float32 if tensor.dtype is torch.complex64 else e.dtype(tensor.dtype)
+    onnx_dtype(dtype)
+    key = (
+        ("weight", tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype)
+        if tensor.numel()
+        else ("weight", name)
+    )
+    if key not in e._constants:
+        plain = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
+        stored = plain.to(dtype).cpu().contiguous()
+        e._constants[key] = e.initializer(name, ir.tensor(stored.numpy(), name=name))
+    return Operand(e._constants[key], tensor.dtype, tuple(int(s) for s in tensor.shape))
+
+
+def involves_complex(node: fx.Node) -> bool:
+    """Whether an argument or the result is complex."""
+    values = [node.meta.get("val"), *(n.meta.get("val") for n in node.all_input_nodes)]
+    return any(isinstance(v, torch.Tensor) and v.is_complex() for v in values)
+
+
+def module_path(node: fx.Node) -> str:
+    """Innermost module that a node comes from."""
+    stack = node.meta.get("nn_module_stack") or {}
+    return next(
+        (path for path, _ in reversed(list(stack.values())) if path and not path.startswith("_empty_nn_module_stack")),
+        "",
+    )
+
+
+def _flat(value: Any) -> list:
+    if isinstance(value, list | tuple):
+        return [x for item in value for x in _flat(item)]
+    return [value]
