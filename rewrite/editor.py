@@ -130,7 +130,8 @@ class Editor:
             new = self.graph.node_copy(node, lambda n: mapping.get(n, n))
             new.meta = {k: v for k, v in node.meta.items() if k != "custom"}
             custom = dict(node.meta.get("custom", {}))
-            custom["hcx"] = {**custom.get("hcx", {}), "pass": self.pass_name, **tag}
+            own = custom.get("hcx", {})
+            custom["hcx"] = {**own, "pass": self.pass_name, "of": own.get("of", node.name), **tag}
             new.meta["custom"] = custom
             mapping[node] = new
             self.counts["cloned"] += 1

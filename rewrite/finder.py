@@ -114,9 +114,12 @@ def _stack(flow: Dataflow, trunk: list[Residual], caches: set[fx.Node], number: 
     exits = [_exit(flow, groups, entries, i) for i in range(len(groups))]
     blocks: list[Block] = []
     first_index: dict[str, int] = {}
+    copies: dict[str, str] = {}  # first add of a block -> its name, for blocks without a module
     for (address, members), entry, exit_ in zip(groups, entries, exits, strict=True):
         iteration = iteration_of(members[0])
-        name = address or hcx_tag(members[0].add).get("block", "") or f"stack{number}[{len(first_index)}]"
+        add = members[0].add
+        name = address or copies.get(hcx_tag(add).get("of", "")) or f"stack{number}[{len(first_index)}]"
+        copies[add.name] = name
         index = first_index.setdefault(name, len(first_index))
         body = flow.between(entry, exit_)
         key, outside = canonical(body, entry)

@@ -31,6 +31,7 @@ def replace_folder(new: Path, target: Path) -> None:
     new.chmod(0o755)
     for path in new.rglob("*"):
         if path.is_file():
+            path.chmod(0o644)
             with open(path, "rb") as file:
                 os.fsync(file.fileno())
     if not target.exists():

@@ -120,6 +120,9 @@ class Program(torch.nn.Module):
 
     def flat_module(self, taps: bool = False) -> fx.GraphModule:
         """A plain GraphModule over flat tensors that shares this Program's tensors; for exporters and compilers."""
+        from .values import fake_mode_of
+
+        fake_mode_of(self)
         return fx.GraphModule(self._root, self._executable(taps), class_name="HcxProgram")
 
     # ---- what it is made of

@@ -44,7 +44,10 @@ class InputSpec:
 
     @staticmethod
     def from_json(data: dict) -> InputSpec:
-        return InputSpec(data["name"], getattr(torch, data["dtype"]), tuple(data["shape"]), data["fill"])
+        dtype = getattr(torch, data["dtype"])
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"{data['dtype']!r} is not a dtype")
+        return InputSpec(data["name"], dtype, tuple(data["shape"]), data["fill"])
 
 
 @dataclass

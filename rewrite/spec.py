@@ -96,7 +96,7 @@ def convert(raw: Any, hint: Any, where: str) -> Any:
         result = _as(kind, value, raw)
         if result is not _NO:
             return result
-    raise UsageError(f"{raw!r} is not a value for this option", where=where, hint=f"expected {_describe(hint)}")
+    raise UsageError(f"{raw!r} is not a value for this option", where=where, hint=f"expected {describe(hint)}")
 
 
 _NO = object()
@@ -143,13 +143,13 @@ def _as(kind: Any, value: Any, raw: Any) -> Any:
     return _NO
 
 
-def _describe(hint: Any) -> str:
+def describe(hint: Any) -> str:
     names = []
     for kind in _alternatives(hint):
         if typing.get_origin(kind) is typing.Literal:
             names.append(" | ".join(map(str, typing.get_args(kind))))
         elif typing.get_origin(kind) is tuple:
-            names.append(f"[{_describe(typing.get_args(kind)[0])}, ...]")
+            names.append(f"[{describe(typing.get_args(kind)[0])}, ...]")
         else:
             names.append("none" if kind is type(None) else kind.__name__)
     return " or ".join(names)

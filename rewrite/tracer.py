@@ -303,8 +303,8 @@ def _exported_shapes(exported, names: list[str], fills: dict[str, str]) -> list[
     for name, value in zip(names, user, strict=True):
         dims: list[int | str] = []
         for axis, size in enumerate(value.shape):
-            if isinstance(size, int):
-                dims.append(size)
+            if isinstance(size, int) or size.node.expr.is_number:
+                dims.append(int(size))
                 continue
             symbol = str(size.node.expr)
             if symbol not in symbols:

@@ -24,17 +24,17 @@ def fake_mode_of(program) -> FakeTensorMode:
 
 
 def propagate(program) -> FakeTensorMode:
-    """Compute ``meta['val']`` of every node from the example inputs and the signature's dynamic dimensions."""
+    """Compute ``meta['val']`` of every node from the signature: inputs share a symbol for each named dimension."""
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     values: dict[fx.Node, object] = {}
-    inputs = iter(zip(program.inputs, _sized(program), strict=True))
+    sizes = _symbols(program, mode)
+    inputs = iter(zip(program.inputs, program.examples[0], strict=True))
     with mode, torch.no_grad():
         for node in program.graph.nodes:
             if node.op == "placeholder":
                 spec, example = next(inputs)
-                sizes = [DimDynamic.DYNAMIC if isinstance(d, str) else DimDynamic.STATIC for d in spec.shape]
-                context = StatelessSymbolicContext(dynamic_sizes=sizes)
-                values[node] = mode.from_tensor(example, symbolic_context=context)
+                shape = [size_of(dim, sizes) for dim in spec.shape]
+                values[node] = torch.empty(shape, dtype=example.dtype, device=example.device)
             elif node.op == "get_attr":
                 values[node] = mode.from_tensor(fetch(program._root, node.target), static_shapes=True)
             elif node.op == "call_function":
@@ -46,15 +46,16 @@ def propagate(program) -> FakeTensorMode:
     return mode
 
 
-def _sized(program) -> list[torch.Tensor]:
-    """Inputs whose dynamic sizes are 2 or more: smaller ones would be taken for constants."""
-    sizes: dict[str, int] = {}
+def _symbols(program, mode: FakeTensorMode) -> dict[str, torch.SymInt]:
+    """A symbol for each named dimension; its hint is the example's size, or 5 where that is 0 or 1."""
+    hints: dict[str, int] = {}
     for spec, example in zip(program.inputs, program.examples[0], strict=True):
         for dim, size in zip(spec.shape, example.shape, strict=True):
             if isinstance(dim, str) and "+" not in dim:
-                sizes.setdefault(dim, int(size) if size > 1 else 5)
-    result = []
-    for spec, example in zip(program.inputs, program.examples[0], strict=True):
-        shape = [size_of(dim, sizes) for dim in spec.shape]
-        result.append(example if list(example.shape) == shape else example.new_empty(shape))
-    return result
+                hints.setdefault(dim, int(size) if size > 1 else 5)
+    if not hints:
+        return {}
+    context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * len(hints))
+    # a storage of one element: only the sizes matter
+    example = torch.empty(1).expand(*hints.values())
+    return dict(zip(hints, mode.from_tensor(example, symbolic_context=context).shape, strict=True))

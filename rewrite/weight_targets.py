@@ -6,7 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 
-from .errors import UsageError
+import torch
+
+from .errors import PlanError, UsageError
 from .weights import (
     Uncovered,
     WeightUse,
@@ -46,9 +48,9 @@ def select(program, target: str | tuple[str, ...], kinds: Iterable[str], axes: i
     """Choose parameters of the base by name, or the usual ones.
 
     ``auto`` takes the weights inside residual branches (of every stack, projections of another stream's output for
-    cross-attention included), and where the model has no residual stream all weights but the readout; of these the
-    ones of the given kinds. Patterns choose by name: a pattern fits a parameter's full name, the name without
-    ``.weight``, or the last parts of that (``q_proj``, ``mlp.*``).
+    cross-attention included), and where the model has no residual stream all weights but the readout, unless that
+    is all it has; of these the ones of the given kinds. Patterns choose by name: a pattern fits a parameter's full
+    name, the name without ``.weight``, or the last parts of that (``q_proj``, ``mlp.*``).
 
     Args:
         target: ``auto`` or fnmatch patterns.
@@ -76,6 +78,22 @@ def select(program, target: str | tuple[str, ...], kinds: Iterable[str], axes: i
             left.append(Uncovered(name, program.tensor(name).numel(), reason))
             done.update(by_name[name][0].names)
     return Selection(chosen, left + find_uncovered(program, uses))
+
+
+def require_finite(program, names: Iterable[str], because: str) -> None:
+    """Refuse weights that hold NaN or Inf.
+
+    Raises:
+        PlanError: names the first such weight and counts its entries.
+    """
+    for name in names:
+        weight = program.tensor(name)
+        if not weight.is_meta and not torch.isfinite(weight).all():
+            raise PlanError(
+                f"`{name}` holds {int(weight.isnan().sum())} NaN and {int(weight.isinf().sum())} Inf: {because}",
+                where=name,
+                hint="mend the weight, or leave it out with target",
+            )
 
 
 def fits(name: str, pattern: str) -> bool:
@@ -107,11 +125,13 @@ def _usual(program, by_name: dict[str, list[WeightUse]], kinds: set[str], axes: 
     """Name -> None if taken, else the reason."""
     inside = weights_in_branches(program, [u for us in by_name.values() for u in us])
     readouts = readout_weights(program)
+    if all(u.node in readouts for us in by_name.values() for u in us if u.kind in kinds):
+        readouts = set()
     reasons: dict[str, str | None] = {}
     for name, uses in by_name.items():
-        if inside and not any(u.node in inside for u in uses):
+        if inside is not None and not any(u.node in inside for u in uses):
             reasons[name] = f"{uses[0].kind} outside the residual branches"
-        elif not inside and all(u.node in readouts for u in uses):
+        elif inside is None and all(u.node in readouts for u in uses):
             reasons[name] = "the readout"
         elif uses[0].kind not in kinds:
             reasons[name] = f"{uses[0].kind} is not among the usual targets; name it in target"

@@ -108,13 +108,16 @@ def find_uncovered(program, uses: Iterable[WeightUse]) -> list[Uncovered]:
     return result
 
 
-def weights_in_branches(program, uses: Iterable[WeightUse]) -> set[fx.Node]:
+def weights_in_branches(program, uses: Iterable[WeightUse]) -> set[fx.Node] | None:
     """The ops of those uses that lie in a residual branch: on the way from the stream back to it, or beside it (a
-    cross-attention's keys and values) with no other weight between; empty where there is no residual stream."""
+    cross-attention's keys and values) with no other weight between; None where there is no residual stream."""
+    residuals = find(program).residuals
+    if not residuals:
+        return None
     flow = Dataflow(program.graph)
     weighted = {u.node for u in uses}
     inside: set[fx.Node] = set()
-    for residual in find(program).residuals:
+    for residual in residuals:
         for branch in residual.branches:
             inside |= weighted & set(branch.body)
             frontier = [o for n in branch.body for o in n.all_input_nodes]
