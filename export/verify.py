@@ -126,6 +126,7 @@ class _Run:
 
     def _disagree(self, name: str, what: str) -> ExportError:
         shapes = ", ".join(f"{n} {list(s)}" for n, s in list(self.shapes.items())[:4])
+        shapes += " (with masks that hide whole rows)" if self.slack > 1 else ""
         return ExportError(
             f"ONNX Runtime disagrees with the program on output `{name}`: {what}",
             where=f"ONNX Runtime with graph optimisations {'on' if self.optimized else 'off'}, inputs {shapes}",

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-_HOME = {"HyperConnections": "hyper_connections", "Looped": "looped", "Exits": "exits"}
+_HOME = {
+    "HyperConnections": "hyper_connections",
+    "Looped": "looped",
+    "Exits": "exits",
+    "Lora": "adapters",
+    "Quantize": "quantization",
+}
 __all__ = sorted(_HOME)
 
 

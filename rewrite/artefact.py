@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import fx
 
 from . import graph_text
 from .errors import ArtefactError, UsageError
@@ -164,6 +165,7 @@ def load(path: str | os.PathLike) -> Program:
         signature = CallSignature.from_json(manifest["signature"])
     except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
         raise ArtefactError(f"the call signature is damaged: {error}", where=str(folder / MANIFEST)) from error
+    _check_fit(graph, signature)
     program = Program._build(graph, root, signature, examples=golden.inputs, copy_tensors=False)
     companions = {
         str(PurePosixPath(n).relative_to(SOURCE)): _file(folder, n).read_bytes()
@@ -180,10 +182,33 @@ def load(path: str | os.PathLike) -> Program:
     return program
 
 
+def _check_fit(graph: fx.Graph, signature: CallSignature) -> None:
+    """A graph takes the inputs of its signature and gives its outputs and taps.
+
+    Raises:
+        ArtefactError: it does not.
+    """
+    nodes = list(graph.nodes)
+    outputs = [n for n in nodes if n.op == "output"]
+    if len(outputs) != 1 or nodes[-1] is not outputs[0]:
+        raise ArtefactError("the graph file has not one output at its end", where=GRAPH)
+    placeholders = sum(n.op == "placeholder" for n in nodes)
+    results = outputs[0].args[0] if isinstance(outputs[0].args[0], tuple) else ()
+    expected = len(signature.outputs.names) + len(outputs[0].meta.get("taps", ()))
+    if placeholders != len(signature.inputs) or len(results) != expected:
+        raise ArtefactError(
+            f"the graph has {placeholders} inputs and {len(results)} results, its signature {len(signature.inputs)} and {expected}",
+            where=GRAPH,
+        )
+
+
 def _register(root: torch.nn.Module, name: str, tensor: torch.Tensor, persistent: bool) -> None:
     if not all(part.replace("_", "a").replace("-", "a").isalnum() for part in name.split(".")):
         raise ArtefactError(f"{name!r} is not a tensor name", where=MANIFEST)
-    set_tensor(root, name, tensor, persistent=persistent)
+    try:
+        set_tensor(root, name, tensor, persistent=persistent)
+    except KeyError as error:
+        raise ArtefactError(f"`{name}` lies inside another tensor", where=MANIFEST) from error
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -259,10 +284,16 @@ def _check_entries(manifest: dict[str, Any], folder: Path) -> None:
     """The parts of a manifest that are used without further checks have the form that :func:`save` gives them."""
     required = {"files": ("sha256", "bytes"), "tensors": ("kind", "requires_grad")}
     bad = [f"{key}: {name}" for key, fields in required.items() for name, entry in manifest[key].items()
-           if not isinstance(entry, dict) or any(f not in entry for f in fields)]  # fmt: skip
+           if not isinstance(entry, dict) or any(f not in entry for f in fields)
+           or entry.get("kind", "buffer") not in ("parameter", "buffer", "transient")]  # fmt: skip
     bad += [f"history: entry {i}" for i, entry in enumerate(manifest["history"])
             if not isinstance(entry, dict) or any(f not in entry for f in ("pass", "pipeline", "plan", "contract", "checks"))]  # fmt: skip
-    bad += [f"{key}: {name}" for key in ("tied", "origin") for name, other in manifest[key].items() if not isinstance(other, str)]
+    bad += [
+        f"{key}: {name}"
+        for key in ("tied", "origin")
+        for name, other in manifest[key].items()
+        if not isinstance(other, str)
+    ]
     if bad:
         raise ArtefactError(f"the manifest is damaged at {bad[0]}", where=str(folder / MANIFEST))
 
@@ -300,6 +331,7 @@ def _read_json(path: Path) -> Any:
 def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
     try:
         with safe_open(path, "pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}
+            # cloned: addresses inside the file are not aligned as torch aligns, and kernels then sum in another order
+            return {name: file.get_tensor(name).clone() for name in file.keys()}
     except (SafetensorError, OSError, ValueError) as error:
         raise ArtefactError(f"{path.name} is damaged or incomplete: {error}", where=str(path)) from error

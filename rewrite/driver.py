@@ -47,6 +47,7 @@ def rewrite(
     """
     say = progress or (lambda text: None)
     new = fork(program)
+    new._adopt(copy.deepcopy(new._root))  # before any pass runs: none can reach the caller's tensors
     base_print = fingerprint(program)
     checker = _Checker(program, say) if check and not is_meta(program) else None
     entries: list[dict[str, Any]] = []
@@ -57,6 +58,7 @@ def rewrite(
         number = f"{step.name}_{editor.number}"
         entry = {
             "pass": step.name,
+            "rank": step.place(),
             "pipeline": str(step),
             "plan": Plan([plan], base_print).to_json(),
             "contract": contracts.to_json(contract),
@@ -72,7 +74,6 @@ def rewrite(
 
     say("planning and applying")
     walk(new, what, seen)
-    new._adopt(copy.deepcopy(new._root))
     new._forget_compiled()
     if checker is not None:
         say("checking the whole pipeline")

@@ -140,7 +140,9 @@ class Editor:
     def _need_place(self) -> None:
         if self._anchor is None:
             raise UsageError(
-                f"pass `{self.pass_name}` inserts without saying where", where="Editor", hint="with editor.after(node): ..."
+                f"pass `{self.pass_name}` inserts without saying where",
+                where="Editor",
+                hint="with editor.after(node): ...",
             )
 
     def _mark(self, node: fx.Node) -> None:

@@ -5,6 +5,7 @@ Only targets of an allowed list resolve, so a file cannot name arbitrary Python.
 
 from __future__ import annotations
 
+import keyword
 import math
 import operator
 from typing import Any
@@ -167,9 +168,10 @@ def from_json(data: dict[str, Any], tensors: set[str]) -> fx.Graph:
 
 def _node(graph: fx.Graph, entry: dict, named: dict[str, fx.Node], tensors: set[str]) -> fx.Node:
     args = tuple(_decode(a, named) for a in entry.get("args", ()))
-    kwargs = {str(k): _decode(v, named) for k, v in entry.get("kwargs", {}).items()}
-    if not str(entry["name"]).isidentifier():
-        raise ArtefactError(f"the graph file has a node named {entry['name']!r}", where="graph.json")
+    kwargs = {k: _decode(v, named) for k, v in entry.get("kwargs", {}).items()}
+    for name in (entry["name"], *kwargs):  # both are written into generated source
+        if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
+            raise ArtefactError(f"the graph file uses {name!r} as a name", where="graph.json")
     match entry["op"]:
         case "placeholder":
             node = graph.placeholder(entry["name"])

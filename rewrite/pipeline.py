@@ -53,7 +53,7 @@ def check_order(program: Program, steps: list[Pass]) -> None:
     Raises:
         PlanError: a pass after one that must come later, with both named.
     """
-    done = [(e["pass"], registry.get(e["pass"]).place()) for e in program.history]
+    done = [(e["pass"], e.get("rank")) for e in program.history]
     for step in steps:
         for name, rank in done:
             if rank is not None and (place := step.place()) is not None and place < rank:
@@ -133,7 +133,7 @@ def walk(
         if pass_plan.sites:
             step.apply(program, pass_plan, editor)
             _tidy(program)
-        program.history.append({"pass": step.name})
+        program.history.append({"pass": step.name, "rank": step.place()})
         seen(step, pass_plan, editor)
 
 
@@ -162,7 +162,9 @@ def sort_graph(graph: fx.Graph) -> None:
                     done.add(top)
                     order.append(top)
             elif any(o in open_nodes for o in missing):
-                raise PlanError(f"a pass made `{top.name}` depend on itself", where=top.name, hint="see Editor.redirect")
+                raise PlanError(
+                    f"a pass made `{top.name}` depend on itself", where=top.name, hint="see Editor.redirect"
+                )
             else:
                 pending.append(missing[0])
                 open_nodes.add(missing[0])
@@ -174,8 +176,14 @@ def sort_graph(graph: fx.Graph) -> None:
 
 def _check_sites(step: Pass, program: Program, given: PassPlan) -> None:
     """Every site of an edited plan must be one that the pass itself would find."""
-    known = {s.address for s in step.plan(program).sites or ()}
+    known = {s.address: s.detail for s in step.plan(program).sites or ()}
     for site in given.sites or ():
+        if site.address in known and not _same_form(site.detail, known[site.address]):
+            raise PlanError(
+                f"the details of site `{site.address}` are not those of `{step.name}`",
+                where=site.address,
+                hint=f"it takes {known[site.address]}",
+            )
         if site.address not in known:
             raise PlanError(
                 f"`{step.name}` has no site `{site.address}` here",
@@ -183,6 +191,18 @@ def _check_sites(step: Pass, program: Program, given: PassPlan) -> None:
                 hint="sites can be taken out of a plan or have their details changed; known: "
                 + ", ".join(sorted(known)[:8]),
             )
+
+
+def _same_form(edited: dict[str, Any], planned: dict[str, Any]) -> bool:
+    """The same entries with values of the same kinds (a number may take the place of None)."""
+    if not isinstance(edited, dict) or edited.keys() != planned.keys():
+        return False
+    number = (int, float, type(None))
+    return all(
+        type(value) is type(planned[key])
+        or (isinstance(value, number) and isinstance(planned[key], number) and not isinstance(value, bool))
+        for key, value in edited.items()
+    )
 
 
 def require_match(step: Pass, pass_plan: PassPlan, allow_partial: bool) -> None:

@@ -106,8 +106,23 @@ class CallSignature:
                     where=argument.name,
                     hint="this program was traced with it; give a tensor",
                 )
+        self._broadcast(flat)
         sizes = self._sizes(flat)
         return [t if t is not None else _filled(spec, sizes, flat) for t, spec in zip(flat, self.inputs, strict=True)]
+
+    def _broadcast(self, flat: list[torch.Tensor | None]) -> None:
+        """Positions and masks of one row stand for every row of the batch, as in eager."""
+        batch = next((t.shape[0] for t, s in zip(flat, self.inputs, strict=True)
+                      if t is not None and s.fill is None and s.shape and s.shape[0] == "batch"), None)  # fmt: skip
+        for i, (tensor, spec) in enumerate(zip(flat, self.inputs, strict=True)):
+            if (
+                tensor is not None
+                and spec.fill in ("ones", "positions")
+                and batch
+                and tensor.dim()
+                and tensor.shape[0] == 1
+            ):
+                flat[i] = tensor.expand(batch, *tensor.shape[1:])
 
     def complete(self, flat: list[torch.Tensor]) -> list[torch.Tensor]:
         """Flat inputs with the ones that a pass has added filled in (they come last)."""

@@ -131,10 +131,14 @@ def _as(kind: Any, value: Any, raw: Any) -> Any:
         return value if isinstance(value, bool) else _NO
     if kind is int:
         return value if isinstance(value, int) and not isinstance(value, bool) else _NO
+    if kind is float and isinstance(raw, str) and raw.strip().lower() in ("inf", "-inf", "nan"):
+        return float(raw)
     if kind is float:
         return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else _NO
     if kind is str:
-        return str(raw) if isinstance(raw, str) and value is not None else _NO
+        if not isinstance(raw, str) or value is None:
+            return _NO
+        return value if isinstance(value, str) else raw
     if origin is tuple:
         item = typing.get_args(kind)[0]
         items = value if isinstance(value, list | tuple) else [value]
@@ -177,4 +181,8 @@ def _text(value: Any) -> str:
         return "[" + ",".join(_text(v) for v in value) + "]"
     if isinstance(value, bool) or value is None:
         return str(value).lower()
+    if isinstance(value, str) and (
+        _literal(value) != value or set(value) & set(",{}[]()='\"") or value != value.strip()
+    ):
+        return repr(value)
     return repr(value) if isinstance(value, float) else str(value)

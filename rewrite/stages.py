@@ -30,13 +30,7 @@ def find_stages(flow: Dataflow, graph: fx.Graph) -> list[Stack]:
     rank = value(candidates[0]).dim()
     candidates = [n for n in candidates if value(n).dim() == rank]
     if rank > 2 and len({_resolution(n) for n in candidates}) > 1:
-        candidates = [
-            n
-            for i, n in enumerate(candidates)
-            if i == len(candidates) - 1 or _resolution(n) != _resolution(candidates[i + 1])
-        ]
-        start = _resolution(sources[0])
-        candidates = [n for n in candidates if _resolution(n) != start]
+        candidates = _at_changes(flow, sources[0], candidates)
     if not candidates:
         return []
     return [_as_stack(flow, [sources[0], *candidates])]
@@ -55,6 +49,21 @@ def _before_weights(flow: Dataflow, cuts: list[fx.Node]) -> list[fx.Node]:
     return found
 
 
+def _at_changes(flow: Dataflow, source: fx.Node, candidates: list[fx.Node]) -> list[fx.Node]:
+    """The ends of stages: behind a pooling, before a strided weight, and the last candidate."""
+    kept: dict[fx.Node, None] = {}
+    for before, here in zip([source, *candidates], candidates, strict=False):
+        if _resolution(before) == _resolution(here):
+            continue
+        weights = [n for n in flow.between(before, here) if flow.carries_weight(n)]
+        strided = bool(weights) and _resolution(weights[-1]) == _resolution(here)
+        if not strided:
+            kept[here] = None
+        elif before is not source:
+            kept[before] = None
+    return sorted({*kept, candidates[-1]})
+
+
 def _resolution(node: fx.Node) -> tuple[str, ...]:
     return tuple(str(s) for s in value(node).shape[2:])
 
@@ -65,6 +74,10 @@ def _as_stack(flow: Dataflow, nodes: list[fx.Node]) -> Stack:
         body = flow.between(entry, exit_)
         key, outside = canonical(body, entry)
         blocks.append(Block(_name(flow, body, index), index, 1, [], entry, exit_, body, key, outside))
+    names = [b.address for b in blocks]
+    for block in blocks:
+        if names.count(block.address) > 1:
+            block.address = f"{block.address}[{block.index}]"
     boundaries = [Boundary(i, n, Carrier()) for i, n in enumerate(nodes)]
     return Stack("stages", blocks, boundaries, [], residual=False)
 

@@ -337,6 +337,12 @@ def _must_agree(program: Program, reference: EagerReference, attempt: _Attempt) 
         expected = reference([t.clone() for t in flat])
         if any(t.is_meta for t in expected):
             return
+        if flat is sets[0] and not all(map(close, reference([t.clone() for t in flat]), expected)):
+            raise TraceError(
+                "the model gives something else when called again: a graph does not give what the model gives",
+                where=program.signature.model,
+                hint="it keeps state between calls or draws random numbers",
+            )
         got = program.run_flat([t.clone() for t in flat])
         for name, g, e in zip(program.output_names, got, expected, strict=True):
             if not close(g, e):

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from hcx.cli import export, generate, inspect, rewrite
+from hcx.cli import generate, inspect
 from hcx.cli.console import corrected_command
 from hcx.cli.main import main
+from hcx.cli.opening import program_of
 
 from tests.conftest import tiny_llama
 
@@ -239,24 +240,34 @@ def test_generate_equals_transformers_before_and_after(folder, artefact, call):
     assert data["text"] in out and "mean depth 6.00" in out
 
 
-def test_mean_depth_is_that_of_the_exit(folder, tmp_path):
-    rewrite(str(folder), "exits{at=[4],threshold=-1}", output=str(tmp_path / "always.hcx"))
-    data = generate(str(tmp_path / "always.hcx"), prompt=PROMPT, tokens=3).data
-    assert data["depths"] == [4, 4, 4]
+def test_depths_are_those_of_a_full_forward(folder, artefact, tmp_path):
+    """Some positions leave at block 4, and of the prompt's first and last one does: each token has its own depth."""
+    program = program_of(str(folder))
+    data = generate(str(artefact), prompt=PROMPT, tokens=1).data
+    _, taps = program.rewrite("exits{at=[4]}", check=False)(input_ids=torch.tensor([data["prompt_ids"]]), taps=True)
+    threshold = taps["exits.4.score"][0, [0, -1]].mean().item()
+    leaving = program.rewrite(f"exits{{at=[4],threshold={threshold}}}", check=False)
+    leaving.save(tmp_path / "leaving.hcx")
+
+    data = generate(str(tmp_path / "leaving.hcx"), prompt=PROMPT, tokens=12).data
+    _, taps = leaving(input_ids=torch.tensor([[*data["prompt_ids"], *data["ids"]]]), taps=True)
+    assert data["depths"] == taps["exits.depth"][0, len(data["prompt_ids"]) - 1 : -1].tolist()
+    assert set(data["depths"]) == {4, 6} and 4 < data["mean_depth"] < 6
 
 
 def test_export_and_generate_from_onnx(folder, artefact, call, tmp_path):
     pytest.importorskip("onnxruntime")
-    file = tmp_path / "tiny.onnx"
-    code, out, _ = call("export", artefact, "--to", "onnx", "-o", file, "--json")
+    code, out, _ = call("export", artefact, "--to", "onnx", "-o", tmp_path / "with_tokenizer", "--json")
     data = json.loads(out)
-    assert code == 0 and data["verified"] and file.is_file() and data["max_error"] < 1e-3
+    assert code == 0 and data["verified"] and data["max_error"] < 1e-3
+    expected = eager_words(folder, 8)
+    assert generate(str(tmp_path / "with_tokenizer"), prompt=PROMPT, tokens=8).data["ids"] == expected
+    file = tmp_path / "tiny.onnx"
+    file.write_bytes((tmp_path / "with_tokenizer" / "model.onnx").read_bytes())
     code, out, _ = call("generate", file, "--tokenizer", artefact, "--prompt", PROMPT, "--tokens", 8, "--json")
-    assert code == 0 and json.loads(out)["ids"] == eager_words(folder, 8)
+    assert code == 0 and json.loads(out)["ids"] == expected
     code, _, err = call("generate", file, "--prompt", PROMPT)
     assert code == 2 and "--tokenizer" in err  # no tokenizer beside the file
-    export(str(artefact), output=str(tmp_path / "folder"))
-    assert generate(str(tmp_path / "folder"), prompt=PROMPT, tokens=8).data["ids"] == eager_words(folder, 8)
 
 
 # ---- other commands and forms

@@ -180,6 +180,7 @@ def test_decoder_with_cache(decoder, tmp_path):
     model, program = decoder
     report = to_onnx(program, tmp_path / "m.onnx")
     assert report.producer == "direct" and report.max_error < 1e-4
+    assert {c.optimized for c in report.comparisons} == {True, False}
     assert {c.shapes["past_key_values.0.key"][2] > 0 for c in report.comparisons} == {True, False}
     proto = onnx.load(tmp_path / "m.onnx")
     assert [i.name for i in proto.graph.input] == [i.name for i in program.inputs]
@@ -297,15 +298,18 @@ def test_two_inputs_of_one_tensor(tmp_path):
         session(a, b, scale=2.0)
 
 
-def test_input_that_is_an_output(tmp_path):
+@pytest.mark.parametrize("producer", ["direct", "torch"])
+def test_input_that_is_an_output(tmp_path, producer):
     class Same(nn.Module):
         def forward(self, x):
-            return {"x": x, "twice": x * 2, "again": x * 2}
+            y = x * 2
+            return {"x": x, "twice": y, "again": x * 2, "same": y}
 
-    report = to_onnx(trace(Same().eval(), (torch.randn(2, 3),)), tmp_path / "m.onnx")
+    report = to_onnx(trace(Same().eval(), (torch.randn(2, 3),)), tmp_path / "m.onnx", producer=producer)
     assert any("x.out" in n for n in report.notes)
     out = OnnxSession(report.path)(torch.ones(4, 3))
-    assert list(out) == ["x", "twice", "again"] and float(out["again"].sum()) == 24
+    assert list(out) == ["x", "twice", "again", "same"]
+    assert float(out["again"].sum()) == float(out["same"].sum()) == 24
 
 
 # ---- masks, opsets, dtypes

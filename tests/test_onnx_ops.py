@@ -93,6 +93,8 @@ BINARY = {
     "compare bools": (lambda x: (x == x.flip(0)) & (x <= x.flip(1)), (MASK,)),
     "logical": (lambda x, y: torch.logical_and(x, y) | torch.logical_xor(x, y) & torch.logical_or(x, y), INTS),
     "bitwise int": (lambda x, y: (x & y) | (x ^ 3), INTS),
+    "shift": (lambda x: (x >> 2) + (x << 1) + ((x - 4) >> 1), (ints(9, 3, 5),)),
+    "shift bytes": (lambda x: (x >> 4) | (x << 3), (ints(255, 3, 5).to(torch.uint8),)),
     "where": (lambda x, y: torch.where(x > 0, x, y) + torch.where(x > 0, x, 0.0) + torch.where(x > 0, 1.0, y), XY),
     "masked_fill": (lambda x: x.masked_fill(x > 0, -1e4).masked_fill(x < -1, float("-inf")), X),
     "lerp": (lambda x, y: torch.lerp(x, y, 0.3), XY),

@@ -197,7 +197,7 @@ def test_grouped_attention_reads_the_heads_once():
 
 @pytest.mark.parametrize("opset", [18, 23, 26])
 @pytest.mark.parametrize(
-    "case", ["plain", "causal", "long", "float mask", "empty rows", "minus inf", "rank 3", "gqa", "scale"]
+    "case", ["plain", "causal", "long", "float mask", "empty rows", "minus inf", "lowest", "rank 3", "gqa", "scale"]
 )
 def test_attention(case, opset):
     q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 4, 5, 8)
@@ -207,12 +207,11 @@ def test_attention(case, opset):
         k = torch.randn(2, 4, 9, 8) if case == "long" else k
     if case == "float mask":
         options["attn_mask"] = torch.randn(2, 1, 5, 5)
-    if case in ("empty rows", "minus inf"):
+    if case in ("empty rows", "minus inf", "lowest"):
         mask = torch.rand(2, 1, 5, 5) > 0.5
         mask[0, 0, 1] = False
-        options["attn_mask"] = (
-            mask if case == "empty rows" else torch.zeros(mask.shape).masked_fill(~mask, float("-inf"))
-        )
+        hidden = float("-inf") if case == "minus inf" else torch.finfo(torch.float32).min
+        options["attn_mask"] = mask if case == "empty rows" else torch.zeros(mask.shape).masked_fill(~mask, hidden)
     if case == "rank 3":
         q, k = q[:, 0], k[:, 0]
     if case == "gqa":

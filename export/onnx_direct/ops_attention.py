@@ -69,8 +69,15 @@ def _mask(e: Emitter, q: Operand, k: Operand, mask: Operand | None, is_causal: b
 def _attention_node(e: Emitter, q: Operand, k: Operand, v: Operand, mask: Operand | None, scale: float):
     if mask is not None:  # the mask's last two dimensions must not need broadcasting
         target = (*mask.shape[:-2], q.shape[2], k.shape[2])
-        mask = e.expand(mask, mask.shape, target)
+        mask = e.expand(mask if mask.dtype is torch.bool else _above_lowest(e, mask), mask.shape, target)
     return e.op("Attention", q, k, v, mask, scale=scale)
+
+
+def _above_lowest(e: Emitter, mask: Operand):
+    """ONNX Runtime takes the lowest finite number for "hidden": rows of it become 0, in torch they are an average."""
+    dtype = e.dtype(mask.dtype)
+    lowest = torch.finfo(dtype).min
+    return e.op("Where", e.op("Equal", mask, e.const(lowest, dtype)), e.const(lowest / 2, dtype), mask)
 
 
 def _spelled_out(e: Emitter, q: Operand, k: Operand, v: Operand, mask: Operand | None, scale: float):

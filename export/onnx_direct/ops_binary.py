@@ -98,12 +98,12 @@ def fmod(e: Emitter, x: Operand, other):
     return e.result(e.op("Mod", e.to(x, dtype), e.to(other, dtype), fmod=1), dtype)
 
 
-@op("maximum.default", "max.other", "fmax.default")
+@op("maximum.default", "max.other")
 def maximum(e: Emitter, x: Operand, other):
     return _binary(e, "Max", x, other)
 
 
-@op("minimum.default", "min.other", "fmin.default")
+@op("minimum.default", "min.other")
 def minimum(e: Emitter, x: Operand, other):
     return _binary(e, "Min", x, other)
 
@@ -190,3 +190,21 @@ def addcmul(e: Emitter, x: Operand, tensor1: Operand, tensor2: Operand, value=1)
 def addcdiv(e: Emitter, x: Operand, tensor1: Operand, tensor2: Operand, value=1):
     quotient = Operand(_binary(e, "Div", tensor1, tensor2), e.out.dtype, e.out.shape)
     return _binary(e, "Add", x, _scaled(e, quotient, value))
+
+
+def _shift(direction: str):
+    def emit(e: Emitter, x: Operand, other):
+        """Bits of unsigned numbers; of signed ones a product or a division that rounds down."""
+        dtype = e.promote(x, other)
+        a, b = e.to(x, dtype), e.to(other, dtype)
+        if dtype is torch.uint8:
+            return e.op("BitShift", a, b, direction=direction)
+        power = e.op("Pow", e.const(2, dtype), b)
+        return e.op("Mul", a, power) if direction == "LEFT" else floor_divide(e, a, power)
+
+    return emit
+
+
+for _name, _word, _direction in (("rshift", "right", "RIGHT"), ("lshift", "left", "LEFT")):
+    op(f"__{_name}__.Tensor", f"__{_name}__.Scalar", f"bitwise_{_word}_shift.Tensor")(_shift(_direction))
+    op(f"bitwise_{_word}_shift.Tensor_Scalar")(_shift(_direction))

@@ -148,10 +148,11 @@ class Exits(Pass):
                     _depth_of(entry.at, stack.depth), entry.fire, *([depth] if depth is not None else [])
                 )
         editor.redirect(answer, chosen, only=readers.__contains__)
+        prefix = self.name if editor.number == 0 else f"{self.name}_{editor.number}"
         for entry in exits:
-            editor.tap(f"exits.{entry.at}.logits", entry.logits)
-            editor.tap(f"exits.{entry.at}.score", entry.score)
-        editor.tap("exits.depth", depth)
+            editor.tap(f"{prefix}.{entry.at}.logits", entry.logits)
+            editor.tap(f"{prefix}.{entry.at}.score", entry.score)
+        editor.tap(f"{prefix}.depth", depth)
 
     def preserves(self, program: Program, plan: PassPlan) -> Contract:
         """Exact while no exit can fire."""

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from hcx.rewrite.contracts import Contract, Exact, Rounding
-from hcx.rewrite.dataflow import Dataflow, value
+from hcx.rewrite.dataflow import Dataflow, resolve, value
 from hcx.rewrite.editor import Editor
 from hcx.rewrite.errors import UsageError
 from hcx.rewrite.finder import find
@@ -131,6 +131,10 @@ class HyperConnections(Pass):
         parts = name.split(".")
         if parts[1] == "0" and parts[2] == "read":
             return "before the first write all streams are multiples of one vector, and the branch's norm removes its scale"
+        if self.mixer == "ihc" and "read" in parts:
+            return "reads start behind a gate of 0.01, and the branch's norm removes their common scale"
+        if self.init not in ("mean", "replicate") and parts[-1] in ("read", "reduce"):
+            return "reads of equal streams get a gradient only when writes have separated the streams"
         if self.init == "replicate":
             return "equal streams stay equal: replicate is for goldens, train from rotate or mean"
         return None
@@ -169,6 +173,8 @@ class _Spine:
     def build(self) -> None:
         """Insert expand, reads, writes and reductions; the old adds lose their readers."""
         entry = self.stack.boundaries[0].node
+        for link in self.links:
+            self._separate_aliases(link)
         plain_readers = {link.start: set(link.start.users) for link in self.links}
         for link in self.links:
             for node in [*link.path, link.residual.add, *link.residual.adds]:
@@ -185,6 +191,12 @@ class _Spine:
             self._carry(self.streams[last], last, tail)
             self.own.update(tail)
         self._foreign_readers(entry, plain_readers)
+
+    def _separate_aliases(self, link: Link) -> None:
+        """A cast that changes nothing is shared by the branch and other readers of the stream; these read the stream."""
+        inside = {n for branch in link.residual.branches for n in branch.body} | set(link.residual.adds)
+        for node in [n for n in inside if n is not link.skip and resolve(n) is resolve(link.skip)]:
+            self.editor.redirect(node, link.skip, only=lambda user: user not in inside)
 
     def _parameter(self, name: str, tensor: torch.Tensor) -> fx.Node:
         return self.editor.parameter(f"{self.prefix}.{name}", tensor.to(dtype=self.dtype, device=self.device))
@@ -219,7 +231,7 @@ class _Spine:
     def _coefficients(self, number: int, streams: fx.Node) -> Coefficients:
         n = self.step.mult
         if number not in self.details:  # taken out of the plan: a plain residual on every stream
-            return Coefficients(self._constant(reduce_start("mean", n)), self._constant(torch.ones(n)))
+            return Coefficients(self._constant(reduce_start(self.init, n)), self._constant(torch.ones(n)))
         with self.editor.after(streams, role="coefficients", site=number):
             site = f"{self.prefix}.{number}"
             return MIXERS[self.step.mixer].insert(

@@ -160,7 +160,10 @@ class Looped(Pass):
         scalar = editor.parameter(
             f"{label}scalar", torch.full((1,), detail["scalar"], dtype=value(entry).dtype, device=value(entry).device)
         )
-        mix = {"input": mix_input, "input_rms": mix_input_rms, "output": None}[detail["mix"]]
+        streams = int(stack.boundaries[0].carrier.kind == "streams")
+        channels_first = value(entry).dim() - streams >= 4
+        rms = mix_input_rms(1 + streams if channels_first else -1)
+        mix = {"input": mix_input, "input_rms": rms, "output": None}[detail["mix"]]
         state, last = exit_, max([exit_, *loop.nodes])
         for step in range(2, detail["steps"] + 1):
             with editor.after(last, role="mix", iteration=step):

@@ -7,6 +7,9 @@ Source: methods note on loops, section 2.1 (forms IN, IN-RMS and OUT).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+
 import torch
 
 
@@ -19,10 +22,14 @@ def mix_input(entry: torch.Tensor, state: torch.Tensor, scalar: torch.Tensor) ->
     return (1 - scalar) * entry + scalar * state
 
 
-def mix_input_rms(entry: torch.Tensor, state: torch.Tensor, scalar: torch.Tensor) -> torch.Tensor:
-    """``(1 - a) e + a h rms(e) / rms(h)``, per token: keeps a position whose norm has exploded inside the window from
-    flooding its own beginning."""
-    axis = 1 if entry.dim() >= 4 else -1
+@cache
+def mix_input_rms(axis: int) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+    """``(1 - a) e + a h rms(e) / rms(h)`` with the rms over the features, dimension ``axis``: keeps a position whose norm
+    has exploded inside the window from flooding its own beginning."""
+    return lambda entry, state, scalar: _mix_rms(entry, state, scalar, axis)
+
+
+def _mix_rms(entry: torch.Tensor, state: torch.Tensor, scalar: torch.Tensor, axis: int) -> torch.Tensor:
     scale = entry.square().mean(axis, keepdim=True) / state.square().mean(axis, keepdim=True).clamp_min(
         torch.finfo(state.dtype).tiny
     )

@@ -1,0 +1,205 @@
+"""LoRA: a low-rank update beside each chosen weight, zero at the start."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+from typing import Any, ClassVar, Literal
+
+import torch
+from hcx.rewrite.contracts import Contract, Exact
+from hcx.rewrite.dataflow import value
+from hcx.rewrite.editor import Editor
+from hcx.rewrite.errors import UsageError
+from hcx.rewrite.passbase import Pass
+from hcx.rewrite.plan import PassPlan, Reason, Site, Skip
+from hcx.rewrite.program import Program
+from hcx.rewrite.weight_targets import base_count, require_finite, select
+from hcx.rewrite.weights import WeightUse, find_weights
+
+from . import lowrank
+
+MATRICES = ("linear", "addmm", "matmul", "einsum")
+OTHERS = ("conv", "experts")
+BESIDE = ("linear", "addmm", "matmul", "embedding")
+
+
+@dataclass(frozen=True)
+class Lora(Pass):
+    """Add ``s B A`` to weights, as ops beside theirs; ``B = 0`` at the start, so nothing changes before training.
+
+    A parameter has one adapter, applied wherever the parameter is used (shared modules, the passes of a loop). Tied
+    parameters are told apart by the module that uses them: an adapter on the head leaves the embedding alone. The
+    base stays as it is; what to train is ``program.new_parameters()``.
+
+    Args:
+        rank: r.
+        alpha: numerator of the scale ``alpha / r``; default: the rank.
+        target: ``auto``: the matrices inside residual branches, or all but the readout in a model without a stream
+            (where there are none: its convolutions and experts). Else patterns of parameter names (``q_proj``,
+            ``*.mlp.*``, ``lm_head``); these also reach embeddings, convolutions and experts.
+        init: how A is drawn, ``kaiming`` (uniform) or ``gaussian``; for an embedding A is zero and B normal.
+        rslora: scale by ``alpha / sqrt(r)``.
+        dropout: probability of dropping entries of what A reads, in train mode.
+    """
+
+    name: ClassVar[str] = "lora"
+
+    rank: int = 8
+    alpha: float | None = None
+    target: Literal["auto"] | tuple[str, ...] = "auto"
+    init: Literal["kaiming", "gaussian"] = "kaiming"
+    rslora: bool = False
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise UsageError(f"lora{{rank={self.rank}}}: at least 1 is needed", where="rank")
+        if not 0 <= self.dropout < 1:
+            raise UsageError(f"lora{{dropout={self.dropout}}} is not in [0, 1)", where="dropout")
+
+    @classmethod
+    def place(cls) -> int | None:
+        """After exits, before quantization."""
+        return 50
+
+    def plan(self, program: Program) -> PassPlan:
+        """One site a parameter, with what is left alone and why.
+
+        Raises:
+            PlanError: a chosen weight holds NaN or Inf.
+        """
+        plan = self.new_plan(sites=[])
+        selection = select(program, self.target, MATRICES, axes=2)
+        if not selection.chosen:
+            selection = select(program, self.target, OTHERS)
+        require_finite(program, selection.chosen, "an adapter beside it would not be seen in the outputs")
+        alpha = float(self.rank if self.alpha is None else self.alpha)
+        scale = lowrank.scale_of(alpha, self.rank, self.rslora)
+        for name, uses in selection.chosen.items():
+            form = _form(uses)
+            if form == "weight" and self.dropout:
+                detail = f"dropout needs the activation, and {uses[0].kind} takes the update into the weight"
+                plan.skips.append(Skip(name, Reason.UNSUPPORTED, detail))
+                continue
+            a, b = _shapes(program, uses[0], self.rank)
+            detail = {"kind": uses[0].kind, "form": form, "rank": self.rank, "scale": scale, "uses": len(uses)}
+            plan.sites.append(Site(name, "weight", {**detail, "in": a[-1], "out": b[-2]}))
+        self._describe(program, plan, selection)
+        return plan
+
+    @staticmethod
+    def _describe(program: Program, plan: PassPlan, selection) -> None:
+        if not selection.chosen:
+            plan.skips.append(Skip("model", Reason.NOT_SELECTED, "no matrix inside a residual branch; give target"))
+        plan.notes += selection.notes()
+        for site in plan.sites or ():
+            uses = selection.chosen[site.address]
+            if len(uses) > 1:
+                plan.notes.append(f"{site.address} is used {len(uses)} times; one adapter serves all of them")
+            others = [n for n in uses[0].names if n != site.address]
+            if others:
+                plan.notes.append(f"{site.address} is tied to {', '.join(others)}, which the adapter leaves alone")
+        done = {selection.chosen[s.address][0].names for s in plan.sites or ()}
+        covered = sum(program.tensor(names[0]).numel() for names in done)
+        plan.estimate = {
+            "adapters": len(plan.sites or ()),
+            "new parameters": sum(_count(program, selection.chosen[s.address][0], s.detail) for s in plan.sites or ()),
+            "parameters covered": covered,
+            "parameters not covered": base_count(program) - covered,
+        }
+
+    def apply(self, program: Program, plan: PassPlan, editor: Editor) -> None:
+        """Insert the updates, last use first: what an op reads is then already what its adapter reads."""
+        sites = {s.address: s.detail for s in plan.sites or ()}
+        uses = [u for u in find_weights(program) if u.name in sites]
+        factors = {n: self._factors(program, editor, next(u for u in uses if u.name == n), sites[n]) for n in sites}
+        for use in reversed(uses):
+            if sites[use.name]["form"] == "beside":
+                self._beside(editor, use, *factors[use.name], sites[use.name]["scale"])
+        for name, detail in sites.items():
+            if detail["form"] == "weight":
+                _inside(editor, [u for u in uses if u.name == name], *factors[name], detail["scale"])
+
+    def _factors(self, program: Program, editor: Editor, use: WeightUse, detail: dict[str, Any]):
+        weight = program.tensor(use.name)
+        stem = use.name.removesuffix(".weight")
+        shapes = _shapes(program, use, detail["rank"])
+        if use.kind == "embedding":
+            a, b = torch.zeros(shapes[0]), lowrank.initial_embedding_b(shapes[1], use.name)
+        else:
+            a, b = lowrank.initial_a(shapes[0], self.init, use.name), torch.zeros(shapes[1])
+        return tuple(
+            editor.parameter(f"{stem}.{n}", t.to(weight.device, weight.dtype)) for n, t in (("A", a), ("B", b))
+        )
+
+    def _beside(self, editor: Editor, use: WeightUse, a, b, scale: float) -> None:
+        windows = use.window(use.in_axes[0]), use.window(use.out_axis)
+        adapted = _adapted(use.kind == "embedding", use.left, scale * use.factor, self.dropout, *windows)
+        readers = set(use.node.users)
+        with editor.after(use.node, role="lora", site=use.address):
+            new = editor.inline(adapted, use.node, use.input, a, b)
+        editor.redirect(use.node, new, only=readers.__contains__)
+
+    def preserves(self, program: Program, plan: PassPlan) -> Contract:
+        """Exact: one of the two factors is zero at the start."""
+        return Exact()
+
+
+def _form(uses: list[WeightUse]) -> str:
+    """``beside`` the op where every use is a plain matrix product or lookup the same way round, else inside the
+    ``weight``."""
+    plain = all(u.kind in BESIDE and len(u.dims) == 2 and value(u.operand).dim() == 2 for u in uses)
+    return "beside" if plain and len({(u.out_axis, u.in_axes) for u in uses}) == 1 else "weight"
+
+
+def _order(use: WeightUse) -> tuple[int, ...]:
+    """Axes of the parameter as experts, output, inputs."""
+    return (*(() if use.batch_axis is None else (use.batch_axis,)), use.out_axis, *use.in_axes)
+
+
+def _shapes(program: Program, use: WeightUse, rank: int) -> tuple[list[int], list[int]]:
+    """Shapes of A and B."""
+    sizes = program.tensor(use.name).shape
+    batch = [] if use.batch_axis is None else [int(sizes[use.batch_axis])]
+    return [*batch, rank, prod(sizes[i] for i in use.in_axes)], [*batch, int(sizes[use.out_axis]), rank]
+
+
+def _count(program: Program, use: WeightUse, detail: dict[str, Any]) -> int:
+    return sum(prod(s) for s in _shapes(program, use, detail["rank"]))
+
+
+@cache
+def _adapted(lookup: bool, left: bool, scale: float, dropout: float, read, written) -> Callable:
+    """The equation of one use as a function of the op's result, its input and the factors."""
+
+    def adapted(y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        a, b = _narrowed(a, 1, read), _narrowed(b, 0, written)
+        if lookup:
+            return y + lowrank.beside_embedding(x, a, b, scale)
+        return y + (lowrank.beside_left if left else lowrank.beside_linear)(x, a, b, scale, dropout)
+
+    return adapted
+
+
+def _narrowed(tensor: torch.Tensor, axis: int, window: tuple[int, int] | None) -> torch.Tensor:
+    """The rows or columns of a factor that belong to the part of the weight that is used."""
+    if window is None or window == (0, tensor.shape[axis]):
+        return tensor
+    return tensor.narrow(axis, window[0], window[1] - window[0])
+
+
+@cache
+def _updated(scale: float, order: tuple[int, ...]) -> Callable:
+    return lambda w, a, b: lowrank.updated_weight(w, a, b, scale, order)
+
+
+def _inside(editor: Editor, uses: list[WeightUse], a, b, scale: float) -> None:
+    """Let the readers of a weight read the updated one."""
+    for source in dict.fromkeys(u.source for u in uses):
+        readers = {u.reader for u in uses if u.source is source}
+        with editor.before(min(readers), role="lora", site=uses[0].address):
+            new = editor.inline(_updated(scale, _order(uses[0])), source, a, b)
+        editor.redirect(source, new, only=readers.__contains__)

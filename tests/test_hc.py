@@ -1,0 +1,294 @@
+"""Hyper-connections against loops over the Transformers modules and over PyPI ``hyper-connections``, written by hand.
+
+The eager side holds the streams as a list of tensors: ``h = sum_i p_i X_i``, ``X'_i = sum_j H_ij X_j + b_i F(h)``.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+
+import pytest
+import torch
+from hcx.rewrite import Plan, PlanError, UsageError, load, trace
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from tests.test_composition import FAR, NEAR, Branch, Run, causal, distance, llama, randomise, same, t5, traced, vit
+
+# ---- two more models taken apart, as in test_composition
+
+
+def gpt_neox(model, ids: torch.Tensor, run: Run) -> torch.Tensor:
+    inner, x = model.inner.gpt_neox, model.inner.gpt_neox.embed_in(ids)
+    rotary = inner.rotary_emb(x, position_ids=torch.arange(ids.shape[1])[None])
+    options = {"position_embeddings": rotary, "attention_mask": causal(ids.shape[1])}
+
+    def parallel(b) -> Callable:
+        return lambda h: b.mlp(b.post_attention_layernorm(h)) + b.attention(b.input_layernorm(h), **options)[0]
+
+    blocks = [[(parallel(b), same)] for b in inner.layers]
+    return run(blocks, x, lambda h: model.inner.lm_head(inner.final_layer_norm(h)))
+
+
+def bert(model, ids: torch.Tensor, run: Run) -> torch.Tensor:
+    def attention(part) -> Branch:
+        return lambda h: part.output.dense(part.self(h)[0]), part.output.LayerNorm
+
+    def feed(b) -> Branch:
+        return lambda h: b.output.dense(b.intermediate(h)), b.output.LayerNorm
+
+    inner = model.inner.bert
+    blocks = [[attention(b.attention), feed(b)] for b in inner.encoder.layer]
+    return run(blocks, inner.embeddings(input_ids=ids), model.inner.cls)
+
+
+NETS = {"llama": llama, "gpt_neox": gpt_neox, "vit": vit, "bert": bert, "t5": t5}
+
+
+def plain(blocks: list[list[Branch]], x: torch.Tensor, head: Callable) -> torch.Tensor:
+    for branch, after in (r for b in blocks for r in b):
+        x = after(x + branch(x))
+    return head(x)
+
+
+# ---- streams by hand
+
+
+class ByHand:
+    """Runs stacks with the coefficients of a rewritten Program, ``removed`` residuals plain; keeps the streams."""
+
+    def __init__(self, program, removed: tuple[int, ...] = (), mult: int = 4):
+        self.values = {n: p.detach() for n, p in program.named_parameters() if n in program.origin}
+        self.removed, self.mult, self.stack = removed, mult, 0
+        self.seen: list[list[torch.Tensor]] = []
+
+    def __call__(self, blocks: list[list[Branch]], x: torch.Tensor, head: Callable) -> torch.Tensor:
+        prefix, n = f"hcx.hc_0.{self.stack}", self.mult
+        streams = [self.values[f"{prefix}.expand"][i] * x for i in range(n)]
+        for number, (branch, after) in enumerate(r for b in blocks for r in b):
+            read, mix, write = self.coefficients(f"{prefix}.{number}", number, streams)
+            update = branch(sum(read[i] * streams[i] for i in range(n)))
+            streams = [
+                after(sum(mix[i][j] * streams[j] for j in range(n) if mix[i][j] != 0) + write[i] * update)
+                for i in range(n)
+            ]
+            self.seen.append(streams)
+        self.stack += 1
+        return head(self.reduced(streams, prefix))
+
+    def reduced(self, streams: list[torch.Tensor], prefix: str = "hcx.hc_0.0") -> torch.Tensor:
+        return sum(self.values[f"{prefix}.reduce"][i] * s for i, s in enumerate(streams))
+
+    def coefficients(self, site: str, number: int, streams: list[torch.Tensor]):
+        n = self.mult
+        unit = torch.eye(n)
+        if number in self.removed:
+            return [1 / n] * n, unit, [1.0] * n
+        if f"{site}.mix" in self.values:
+            return self.values[f"{site}.read"], self.values[f"{site}.mix"], self.values[f"{site}.write"]
+        flat = torch.cat(streams, -1)
+        flat = flat / (flat.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
+
+        def gates(name: str) -> list[torch.Tensor]:
+            phi, a, bias = (self.values[f"{site}.{name}.{k}"] for k in ("weight", "scale", "bias"))
+            return [torch.sigmoid(a * (flat * phi[i]).sum(-1, keepdim=True) + bias[i]) for i in range(n)]
+
+        return gates("read"), unit, [2 * g for g in gates("write")]
+
+
+# ---- away from neutral
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_the_model_taken_apart_is_the_model(name):
+    model, args, _ = traced(name)
+    with torch.no_grad():
+        assert distance(NETS[name](model, *args, plain), model(*args)) <= 1e-5
+
+
+@pytest.mark.parametrize("mixer", ["hc", "ihc"])
+@pytest.mark.parametrize("name", NETS)
+def test_random_coefficients_equal_streams_by_hand(name, mixer):
+    model, args, program = traced(name)
+    new = program.rewrite(f"hc{{mixer={mixer}}}", check=False)
+    randomise(new)
+    shapes = [args, tuple(torch.cat([a, a.flip(0)[:1]])[:, : a.shape[1] if name == "vit" else -2] for a in args)]
+    for inputs in shapes:
+        with torch.no_grad():
+            got, original, expected = new(*inputs), model(*inputs), NETS[name](model, *inputs, ByHand(new))
+        assert distance(got, expected) <= NEAR and distance(got, original) > FAR
+
+
+def test_another_number_of_streams_and_a_saved_program(tmp_path):
+    model, args, program = traced("llama")
+    new = program.rewrite("hc{mult=3}", check=False)
+    randomise(new)
+    new.save(tmp_path / "a.hcx")
+    with torch.no_grad():
+        got, expected = new(*args), llama(model, *args, ByHand(new, mult=3))
+        assert distance(got, expected) <= NEAR and distance(got, model(*args)) > FAR
+        assert torch.equal(load(tmp_path / "a.hcx")(*args), got)
+
+
+def test_static_hc_equals_the_pypi_package():
+    """Its alpha is ``[A_m | A_r]`` with ``H_ij = (A_r)_ji``; it repeats the input and sums the streams at the end."""
+    package = pytest.importorskip("hyper_connections")
+    model, args, program = traced("llama")
+    new = program.rewrite("hc", check=False)
+    randomise(new)
+    values, n = new.new_parameters(), 4
+    with torch.no_grad():
+        values["hcx.hc_0.0.expand"].fill_(1), values["hcx.hc_0.0.reduce"].fill_(1)
+
+    class Wrapped(nn.Module):
+        def __init__(self, function):
+            super().__init__()
+            self.function = function
+
+        def forward(self, h):
+            return self.function(h)
+
+    def run(blocks, x, head):
+        make, expand, reduce = package.get_init_and_expand_reduce_stream_functions(n)
+        streams = expand(x)
+        for number, (branch, _) in enumerate(r for b in blocks for r in b):
+            layer = make(dim=x.shape[-1], branch=Wrapped(branch), layer_index=number)
+            read, mix, write = (values[f"hcx.hc_0.0.{number}.{k}"] for k in ("read", "mix", "write"))
+            layer.static_alpha.copy_(torch.cat([read[:, None], mix.T], 1))
+            layer.static_beta.copy_(write)
+            streams = layer(streams)
+        return head(reduce(streams))
+
+    with torch.no_grad():
+        got, expected = new(*args), llama(model, *args, run)
+        assert distance(got, expected) <= NEAR and distance(got, model(*args)) > FAR
+
+
+# ---- starts
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", NETS)
+def test_replicate_is_bitwise(name, dtype):
+    model, args, program = traced(name)
+    if dtype == torch.bfloat16:
+        model = copy.deepcopy(model).to(dtype)
+        args = tuple(a.to(dtype) if a.is_floating_point() else a for a in args)
+        program = trace(model, args)
+    for options in ("mixer=hc", "mixer=ihc", "mult=3"):
+        new = program.rewrite(f"hc{{init=replicate,{options}}}", check=options == "mult=3")
+        with torch.no_grad():
+            assert torch.equal(new(*args), model(*args)), options
+
+
+def train(program, args, steps: int = 3) -> None:
+    new = list(program.new_parameters().values())
+    optimizer = torch.optim.SGD(new, lr=0.05)
+    target = torch.linspace(-1, 1, 7).sin()
+    for _ in range(steps):
+        optimizer.zero_grad()
+        output = program(*args)
+        (output[..., :7] - target).square().mean().backward()
+        optimizer.step()
+
+
+def spread(streams: list[torch.Tensor]) -> float:
+    """How far the streams are from multiples of one vector."""
+    units = [s / s.norm() for s in streams]
+    return max((u - units[0]).norm().item() for u in units)
+
+
+@pytest.mark.parametrize(
+    ("name", "init"), [(n, i) for n in ("llama", "bert") for i in ("mean", "rotate", "replicate")[n == "bert" :]]
+)
+def test_streams_separate_in_three_steps_unless_replicated(name, init):
+    model, args, program = traced(name)
+    new = program.rewrite(f"hc{{init={init}}}")
+    train(new, args)
+    hand = ByHand(new)
+    with torch.no_grad():
+        NETS[name](model, *args, hand)
+    assert (spread(hand.seen[-1]) > 1e-6) == (init != "replicate")
+
+
+# ---- who else reads the stream
+
+
+def test_hidden_states_of_transformers_are_the_reduced_stream():
+    model, args, _ = traced("llama")
+    inner = model.inner
+    program = trace(inner, args, {"output_hidden_states": True, "use_cache": False}, cache=False)
+    new = program.rewrite("hc", check=False)
+    randomise(new)
+    hand = ByHand(new)
+    with torch.no_grad():
+        got = new(*args, output_hidden_states=True)
+        logits = llama(model, *args, hand)
+        expected = [inner.model.embed_tokens(*args), *(hand.reduced(s) for s in hand.seen[1::2])]
+        expected[-1] = inner.model.norm(expected[-1])
+    assert distance(got.logits, logits) <= NEAR and len(got.hidden_states) == 5
+    for state, other in zip(got.hidden_states, expected, strict=True):
+        assert distance(state, other) <= NEAR
+
+
+def test_hidden_states_and_a_concat_of_them_see_the_mixing():
+    from tests.cases.run_cases import load_cases
+
+    cases = load_cases()
+    if cases is None:
+        pytest.skip("no shared cases here")
+    model, args, _ = cases.REGISTRY["hidden-states-out"].build()
+    program = trace(model, args)
+    for flat in (program.rewrite("hc{init=replicate}"), program.rewrite("hc")):
+        with torch.no_grad():
+            for got, eager in zip(tree_leaves(flat(*args)), tree_leaves(model(*args)), strict=True):
+                assert distance(got, eager) <= 1e-5
+    new = program.rewrite("hc", check=False)
+    randomise(new)
+    hand = ByHand(new)
+    with torch.no_grad():
+        (x,) = args
+        blocks = [[(lambda h, b=b: b.attn(b.n1(h)), same), (lambda h, b=b: b.mlp(b.n2(h)), same)] for b in model.blocks]
+        last = hand(blocks, x, model.norm)
+        states = [hand.reduced(s) for s in hand.seen[1::2]]
+        expected = [last, *states, model.fuse(torch.cat(states, -1))]
+        for got, other, eager in zip(tree_leaves(new(*args)), expected, tree_leaves(model(*args)), strict=True):
+            assert distance(got, other) <= NEAR and distance(got, eager) > FAR
+
+
+# ---- chosen sites
+
+
+def edited(program, pipeline: str, *removed: int) -> Plan:
+    data = json.loads(json.dumps(program.plan(pipeline).to_json()))
+    sites = data["steps"][0]["sites"]
+    data["steps"][0]["sites"] = [s for i, s in enumerate(sites) if i not in removed]
+    return Plan.from_json(data)
+
+
+@pytest.mark.parametrize("mixer", ["hc", "ihc"])
+@pytest.mark.parametrize("removed", [(0,), (2, 3), (7,), (1, 2, 3, 4, 5, 6)])
+def test_a_site_taken_out_of_the_plan_stays_a_plain_residual(removed, mixer):
+    model, args, program = traced("llama")
+    new = program.rewrite(edited(program, f"hc{{mixer={mixer}}}", *removed), check=False)
+    assert not any(n.startswith(f"hcx.hc_0.0.{i}.") for n in new.new_parameters() for i in removed)
+    randomise(new)
+    with torch.no_grad():
+        got, expected = new(*args), llama(model, *args, ByHand(new, removed))
+        assert distance(got, expected) <= NEAR and distance(got, model(*args)) > FAR
+
+
+@pytest.mark.parametrize("options", ["mult=4", "mult=3"])
+def test_an_edited_plan_keeps_replicate_bitwise(options):
+    model, args, program = traced("llama")
+    new = program.rewrite(edited(program, f"hc{{init=replicate,{options}}}", 1, 4))
+    with torch.no_grad():
+        assert torch.equal(new(*args), model(*args))
+
+
+@pytest.mark.parametrize("options", ["mult=1", "mixer=ihc,init=replicate,mult=3", "stack=nowhere", "init=sum"])
+def test_options_that_cannot_be_are_refused(options):
+    with pytest.raises((UsageError, PlanError)):
+        traced("llama")[2].plan(f"hc{{{options}}}")
