@@ -51,8 +51,8 @@ def _variants(sizes: dict[str, int]):
     others = [n for n in sizes if n not in ("batch", "past")]
     if "batch" in sizes:
         yield {**sizes, **{n: max(2, sizes[n] * 3 // 5) for n in others}, "batch": sizes["batch"] + 1}
-        yield {**sizes, "batch": sizes["batch"] + 1}
         yield {**sizes, **{n: max(2, sizes[n] - 1) for n in others}, "batch": 1}
+        yield {**sizes, "batch": sizes["batch"] + 1}
         yield {**sizes, "batch": 1}
     for name in others:
         yield {**sizes, name: max(2, sizes[name] * 3 // 5)}

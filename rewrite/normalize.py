@@ -187,6 +187,8 @@ def _inline_subgraphs(module: torch.nn.Module, graph: fx.Graph) -> None:
             user.replace_all_uses_with(results[user.args[1]])
             graph.erase_node(user)
         graph.erase_node(node)
+        if isinstance(body, fx.Node) and not body.users:
+            graph.erase_node(body)
 
 
 def _detached(graph: fx.Graph, node: fx.Node) -> fx.Node:

@@ -353,8 +353,15 @@ def _must_agree(program: Program, reference: EagerReference, attempt: _Attempt) 
                     hint="the model keeps state between calls, draws random numbers, "
                     "or depends on something that is not an argument",
                 )
-            exact = exact and torch.equal(torch.nan_to_num(g), torch.nan_to_num(e))
+            exact = exact and _equal(g, e)
     program.trace_exact = exact
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Equal, NaN where NaN is expected."""
+    if torch.equal(one, other):
+        return True
+    return not one.is_complex() and torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
 def from_exported(exported: torch.export.ExportedProgram) -> Program:
