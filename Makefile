@@ -17,7 +17,7 @@ demo: $(DEMO_ENV)/installed
 	$(ONE_THREAD) $(DEMO_ENV)/bin/python -I examples/demo.py demo-output
 
 test: $(TEST_ENV)/ready .assets/ready
-	$(ONE_THREAD) $(TEST_ENV)/bin/python -m pytest -n 2 $(PYTEST_ARGS)
+	$(ONE_THREAD) $(TEST_ENV)/bin/python -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
 
 lint: $(TEST_ENV)/ready
 	$(TEST_ENV)/bin/ruff check .

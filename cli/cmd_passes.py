@@ -42,7 +42,7 @@ def describe(cls: type) -> dict[str, Any]:
         "name": cls.name,
         "summary": summary,
         "options": options,
-        "rank": cls.rank,
+        "rank": cls.place(),
         "class": f"{cls.__module__}.{cls.__qualname__}",
     }
 

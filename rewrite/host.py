@@ -111,25 +111,30 @@ def cast(program: Program, dtype: torch.dtype) -> None:
         program.__dict__[name] = value
 
 
+_WIDEST = {
+    torch.float16: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.float32: torch.float64,
+    torch.complex64: torch.complex128,
+}
+
+
+def _widest(tensor: torch.Tensor) -> torch.Tensor:
+    """float64, or complex128 where a cast to float64 would drop the imaginary part."""
+    return tensor.to(_WIDEST.get(tensor.dtype, tensor.dtype))
+
+
 def _promote(program: Program) -> None:
-    torch.nn.Module.to(program, dtype=torch.float64)
-    for name, buffer in program._root.named_buffers():
-        if buffer.is_floating_point() and buffer.dtype != torch.float64:
-            raise AssertionError(name)
-    _replace_constants(
-        program.graph, lambda v: torch.float64 if isinstance(v, torch.dtype) and v.is_floating_point else v
-    )
+    program._apply(_widest)
+    _replace_constants(program.graph, lambda v: _WIDEST.get(v, v) if isinstance(v, torch.dtype) else v)
     for node in program.graph.nodes:
         if op_name(node) in ("float", "half", "bfloat16"):
             node.target = torch.ops.aten.to.dtype
             node.args = (node.args[0], torch.float64)
-    program.examples[:] = [[t.double() if t.is_floating_point() else t for t in flat] for flat in program.examples]
+    program.examples[:] = [[_widest(t) for t in flat] for flat in program.examples]
     signature = type(program.signature).from_json(program.signature.to_json())
     signature.outputs.templates = program.signature.outputs.templates
-    signature.inputs = [
-        i if not i.dtype.is_floating_point else type(i)(i.name, torch.float64, i.shape, i.fill)
-        for i in signature.inputs
-    ]
+    signature.inputs = [type(i)(i.name, _WIDEST.get(i.dtype, i.dtype), i.shape, i.fill) for i in signature.inputs]
     program.__dict__["signature"] = signature
     _drop_values(program)
 

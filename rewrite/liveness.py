@@ -28,7 +28,10 @@ def check_live(program: Program, flat: list[torch.Tensor], prefix: str, step: Pa
     if not names:
         return None
     double = copy.deepcopy(program).to(torch.float64)
-    inputs = [t.double() if t.is_floating_point() else t for t in double.signature.complete(flat)]
+    inputs = [
+        t.double() if t.is_floating_point() else t.to(torch.complex128) if t.is_complex() else t
+        for t in double.signature.complete(flat)
+    ]
     new = dict(double.named_parameters())
     parameters = [new[n] for n in names]
     for parameter in double.parameters():

@@ -147,6 +147,10 @@ class Lora(Pass):
         """Exact: one of the two factors is zero at the start."""
         return Exact()
 
+    def inert(self, name: str) -> str | None:
+        """A learns once B has moved: its first gradient is as small as the first step of the optimiser."""
+        return "its gradient is zero until B has moved" if name.endswith(".A") else None
+
 
 def _form(uses: list[WeightUse]) -> str:
     """``beside`` the op where every use is a plain matrix product or lookup the same way round, else inside the
