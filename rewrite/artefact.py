@@ -203,7 +203,7 @@ def _check_fit(graph: fx.Graph, signature: CallSignature) -> None:
 
 
 def _register(root: torch.nn.Module, name: str, tensor: torch.Tensor, persistent: bool) -> None:
-    if not all(part.replace("_", "a").replace("-", "a").isalnum() for part in name.split(".")):
+    if not all(part and part.isprintable() and not set(part) & set('"\\{}') for part in name.split(".")):
         raise ArtefactError(f"{name!r} is not a tensor name", where=MANIFEST)
     try:
         set_tensor(root, name, tensor, persistent=persistent)

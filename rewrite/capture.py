@@ -110,7 +110,7 @@ def eager_outputs(model: torch.nn.Module, call: Call) -> list[torch.Tensor]:
 def _fresh(call: Call) -> Call:
     """A call whose cache objects may be written to without changing the original."""
     tensors, structure = call.flat()
-    return Call(structure.rebuild(list(tensors)), call.positions)
+    return Call(structure.rebuild([t.clone() for t in tensors]), call.positions)
 
 
 def separate(call: Call) -> Call:

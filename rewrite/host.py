@@ -80,7 +80,7 @@ def move(program: Program, *args: Any, **kwargs: Any) -> Program:
     if device is not None:
         torch.nn.Module.to(program, device=device)
         _replace_constants(program.graph, lambda v: device if isinstance(v, torch.device) else v)
-        program.examples[:] = [[t.to(device) for t in flat] for flat in program.examples]
+        program.examples = [[t.to(device) for t in flat] for flat in program.examples]
         _drop_values(program)
     return program
 
@@ -131,7 +131,7 @@ def _promote(program: Program) -> None:
         if op_name(node) in ("float", "half", "bfloat16"):
             node.target = torch.ops.aten.to.dtype
             node.args = (node.args[0], torch.float64)
-    program.examples[:] = [[_widest(t) for t in flat] for flat in program.examples]
+    program.examples = [[_widest(t) for t in flat] for flat in program.examples]
     signature = type(program.signature).from_json(program.signature.to_json())
     signature.outputs.templates = program.signature.outputs.templates
     signature.inputs = [type(i)(i.name, _WIDEST.get(i.dtype, i.dtype), i.shape, i.fill) for i in signature.inputs]

@@ -31,7 +31,7 @@ def accepts(program: Program, flat: list[torch.Tensor]) -> bool:
     """Whether the graph runs on these inputs."""
     try:
         with torch.no_grad():
-            program.run_flat(flat)
+            program.run_flat([t.clone() for t in flat])
     except (RuntimeError, IndexError, ValueError):
         return False
     return True

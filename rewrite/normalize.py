@@ -11,7 +11,8 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
-from .functional import make_functional, needs_functionalisation
+from .errors import TraceError
+from .mutation import functional
 
 WRAPPER = "m"
 """Attribute of the tracing wrapper that holds the user's model."""
@@ -32,12 +33,7 @@ def flat_graph(exported: torch.export.ExportedProgram, input_names: list[str]) -
         exported: program of a wrapper that takes flat tensors and returns a tuple of tensors.
         input_names: one name for each flat input.
     """
-    graph, root = _flat(exported, input_names)
-    if needs_functionalisation(graph):
-        with torch.no_grad():
-            graph, root = _flat(exported.run_decompositions({}), input_names)
-    make_functional(graph)
-    return graph, root
+    return _flat(exported, input_names)
 
 
 def _flat(exported: torch.export.ExportedProgram, input_names: list[str]) -> tuple[fx.Graph, torch.nn.Module]:
@@ -47,6 +43,7 @@ def _flat(exported: torch.export.ExportedProgram, input_names: list[str]) -> tup
     _inline_subgraphs(module, graph)
     _drop_assertions(graph)
     _flatten_output(graph)
+    functional(graph)
     state = _state(module)
     root = torch.nn.Module()
     names = _install(root, module, state)
@@ -146,7 +143,7 @@ def set_tensor(root: torch.nn.Module, name: str, tensor: torch.Tensor, *, persis
     if isinstance(tensor, torch.nn.Parameter):
         root._parameters[leaf] = tensor
     else:
-        root._buffers[leaf] = tensor.detach()
+        root._buffers[leaf] = tensor.detach() if tensor.requires_grad else tensor  # the same object keeps its ties
         if not persistent:
             root._non_persistent_buffers_set.add(leaf)
 
@@ -176,10 +173,19 @@ def _inline_subgraphs(module: torch.nn.Module, graph: fx.Graph) -> None:
         if name == "wrap_with_set_grad_enabled":
             enabled, body, operands = node.args[0], node.args[1], node.args[2:]
         elif name == "wrap_with_autocast":
+            if node.args[2] and node.args[1] != torch.float32:
+                stack = list((node.meta.get("nn_module_stack") or {}).values())
+                raise TraceError(
+                    f"the model switches autocast to {node.args[1]} on inside its forward",
+                    where=stack[-1][0] if stack else WRAPPER,
+                    hint="cast the tensors there instead",
+                )
             enabled, body, operands = True, node.args[4], node.args[5:]
         else:
             continue
-        results = _inline(module, graph, node, body, operands)
+        results = _inline(
+            module, graph, node, body, operands, {"autocast": "off"} if name == "wrap_with_autocast" else {}
+        )
         if not enabled:
             with graph.inserting_before(node):
                 results = [_detached(graph, r) for r in results]
@@ -197,7 +203,9 @@ def _detached(graph: fx.Graph, node: fx.Node) -> fx.Node:
     return new
 
 
-def _inline(module, graph: fx.Graph, site: fx.Node, body: fx.Node, operands: Iterable) -> list[fx.Node]:
+def _inline(
+    module, graph: fx.Graph, site: fx.Node, body: fx.Node, operands: Iterable, tag: dict[str, str]
+) -> list[fx.Node]:
     inner = fetch(module, body.target)
     _inline_subgraphs(inner, inner.graph)
     values: dict[fx.Node, fx.Node] = {}
@@ -212,5 +220,8 @@ def _inline(module, graph: fx.Graph, site: fx.Node, body: fx.Node, operands: Ite
                 values[node] = graph.node_copy(node, values.__getitem__)
                 if node.op == "get_attr":
                     values[node].target = f"{body.target}.{node.target}"
+                elif tag:
+                    custom = values[node].meta.get("custom") or {}
+                    values[node].meta["custom"] = {**custom, "hcx": {**custom.get("hcx", {}), **tag}}
     results = results if isinstance(results, list | tuple) else [results]
     return [values[r] for r in results]

@@ -12,6 +12,7 @@ from torch import fx
 from . import registry, spec
 from .editor import Editor
 from .errors import NoMatchError, PlanError
+from .mutation import check_hazards
 from .passbase import Pass
 from .plan import PassPlan, Plan
 from .program import Program
@@ -133,6 +134,7 @@ def walk(
         if pass_plan.sites:
             step.apply(program, pass_plan, editor)
             _tidy(program)
+            check_hazards(program.graph, step.name)
         program.history.append({"pass": step.name, "rank": step.place()})
         seen(step, pass_plan, editor)
 

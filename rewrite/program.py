@@ -6,10 +6,9 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import hcx.kernels  # noqa: F401  registers the ops that graphs may hold
 import torch
 from torch import fx
-
-import hcx.kernels  # noqa: F401  registers the ops that graphs may hold
 
 from .normalize import fetch, set_tensor
 from .signature import CallSignature, InputSpec
@@ -101,13 +100,16 @@ class Program(torch.nn.Module):
         return list(self._function(taps)(self._root, *inputs))
 
     def _function(self, taps: bool) -> Callable:
-        if taps not in self._compiled:
+        ambient = any(torch.is_autocast_enabled(d) for d in ("cpu", "cuda"))
+        if (taps, ambient) not in self._compiled:
             graph = self._executable(taps)
+            if ambient:
+                _keep_autocast_off(graph)
             code = graph.python_code("self")
             scope = dict(code.globals)
             exec(compile(code.src, f"<hcx {self.signature.model}>", "exec"), scope)
-            self._compiled[taps] = scope["forward"]
-        return self._compiled[taps]
+            self._compiled[taps, ambient] = scope["forward"]
+        return self._compiled[taps, ambient]
 
     def _executable(self, taps: bool) -> fx.Graph:
         """A copy of the graph that computes the outputs, and the taps only when asked for."""
@@ -123,7 +125,15 @@ class Program(torch.nn.Module):
         from .values import fake_mode_of
 
         fake_mode_of(self)
-        return fx.GraphModule(self._root, self._executable(taps), class_name="HcxProgram")
+        graph, root = self._executable(taps), self._root
+        if any(hasattr(fx.GraphModule, n) for n in (*root._modules, *root._parameters, *root._buffers)):
+            holder = torch.nn.Module()  # a model may call a layer `graph` or `code`
+            holder.add_module("model", root)
+            for node in graph.nodes:
+                if node.op == "get_attr":
+                    node.target = f"model.{node.target}"
+            root = holder
+        return fx.GraphModule(root, graph, class_name="HcxProgram")
 
     # ---- what it is made of
 
@@ -229,7 +239,14 @@ class Program(torch.nn.Module):
 
     def _apply(self, fn, recurse=True):
         """Devices and dtypes reach the plain tree too, whose dictionaries are shared."""
+        tied = self.tied_groups()
         super()._apply(fn, recurse)
+        for first, *others in tied:
+            for name in others:
+                path, _, leaf = name.rpartition(".")
+                owner = fetch(self._root, path) if path else self._root
+                if leaf in owner._buffers:
+                    owner._buffers[leaf] = self.tensor(first)
         return self
 
     def param_groups(self, train: str = "all", **options: Any) -> list[dict]:
@@ -260,6 +277,23 @@ class Program(torch.nn.Module):
         """Register a new parameter or buffer that belongs to a pass."""
         set_tensor(self._root, name, tensor, persistent=persistent)
         self.origin[name] = added_by
+
+
+def _keep_autocast_off(graph: fx.Graph) -> None:
+    """Run what the model computes with autocast off (rotary angles) that way under the caller's autocast."""
+    for node in graph.nodes:
+        tag = (node.meta.get("custom") or {}).get("hcx", {})
+        if tag.get("autocast") == "off" and isinstance(node.target, torch._ops.OpOverload):
+            node.target = _plainly(node.target)
+
+
+def _plainly(op: Callable) -> Callable:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            return op(*args, **kwargs)
+
+    call.__name__ = op.__name__.replace(".", "_")
+    return call
 
 
 def _impure(node: fx.Node) -> bool:

@@ -17,7 +17,8 @@ def retraced(program: Program, dtype: torch.dtype) -> Program:
     from .tracer import trace
 
     reference = program.reference
-    model = copy.deepcopy(reference.model).to(dtype)
+    model = copy.deepcopy(reference.model)
+    model._apply(lambda t: t.to(dtype) if t.is_floating_point() else t)  # Module.to would drop imaginary parts
     flat = [t.to(dtype) if t.is_floating_point() else t for t in program.examples[0][: len(reference.structure.names)]]
     values = {
         n: v for n, v in reference.structure.rebuild(flat).items() if n not in reference.optional and n != "use_cache"

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .errors import UsageError
-from .structure import Structure, extract
+from .structure import Structure, extract, rebuild_constant
 
 CACHE = "past_key_values"
 """Prefix of flat cache inputs, and a name that the argument may always be given by."""
@@ -58,9 +58,11 @@ class Argument:
     position: int | None
     spec: dict
     fill: bool = False
+    left_out: str | None = None
+    """What the source model would take where a call leaves the argument out, as text; None where that is not asked."""
 
     def to_json(self) -> dict:
-        return {"name": self.name, "position": self.position, "spec": self.spec, "fill": self.fill}
+        return {**vars(self)}
 
 
 @dataclass
@@ -106,6 +108,15 @@ class CallSignature:
                     where=argument.name,
                     hint="this program was traced with it; give a tensor",
                 )
+            elif argument.left_out is not None and not indices:
+                traced = rebuild_constant(argument.spec)
+                if repr(traced) != argument.left_out:
+                    raise UsageError(
+                        f"argument `{argument.name}` was {traced!r} when traced and is part of the graph; "
+                        f"left out it means {argument.left_out}",
+                        where=argument.name,
+                        hint=f"pass {argument.name}={traced!r}, or trace the model again without it",
+                    )
         self._broadcast(flat)
         sizes = self._sizes(flat)
         return [t if t is not None else _filled(spec, sizes, flat) for t, spec in zip(flat, self.inputs, strict=True)]
@@ -242,7 +253,7 @@ class CallSignature:
 
 def tensor_indices(spec: dict):
     """Indices of the tensor leaves below a structure description, in order."""
-    if spec["kind"] in ("tensor", "int"):
+    if spec["kind"] in ("tensor", "int", "float"):
         yield spec["index"]
     for item in spec.get("items", ()):
         yield from tensor_indices(item)

@@ -96,6 +96,14 @@ class _Walker:
             return self._leaf(value, path, "tensor")
         if isinstance(value, torch.SymInt):
             return self._leaf(torch.scalar_tensor(value, dtype=torch.int64), path, "int")
+        if isinstance(value, torch.SymFloat):
+            return self._leaf(torch.scalar_tensor(value, dtype=torch.float64), path, "float")
+        if isinstance(value, torch.SymBool):
+            raise UsageError(
+                "the model returns a bool that depends on the size of its input",
+                where=path or "output",
+                hint="return it from outside the model, or as a tensor",
+            )
         if isinstance(value, _PLAIN):
             return {"kind": "const", "value": value}
         if isinstance(value, torch.dtype):
@@ -192,6 +200,8 @@ def _rebuild(spec: Spec, tensors: list, templates: dict[int, Callable]) -> Any:
     if kind == "int":
         value = tensors[spec["index"]]
         return value if isinstance(value, int) else int(value)
+    if kind == "float":
+        return float(tensors[spec["index"]])
     if kind == "const":
         return spec["value"]
     if kind == "dtype":
@@ -212,6 +222,39 @@ def _rebuild(spec: Spec, tensors: list, templates: dict[int, Callable]) -> Any:
     if kind == "namedtuple":
         return namedtuple(spec["class"], spec["fields"])(**fields)
     return Record(fields)
+
+
+def kinds(spec: Spec):
+    """Kinds of all parts of a structure."""
+    yield spec["kind"]
+    for item in spec.get("items", ()):
+        yield from kinds(item)
+
+
+def outputs_of(spec: Spec, value: Any, found: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Flat outputs of an eager run in the order of the traced structure; sizes that the graph returns become tensors."""
+    kind = spec["kind"]
+    if kind == "tensor":
+        found.append(value)
+    elif kind in ("int", "float"):
+        found.append(torch.scalar_tensor(value, dtype=torch.int64 if kind == "int" else torch.float64))
+    elif "items" in spec:
+        inner = flatten_once(spec, value)
+        for item, part in zip(spec["items"], inner, strict=True):
+            outputs_of(item, part, found)
+    return found
+
+
+def flatten_once(spec: Spec, value: Any) -> list[Any]:
+    """The parts of one container."""
+    if spec["kind"] in ("list", "tuple"):
+        return list(value)
+    return [_field(value, n, "output") for n in (spec["keys"] if spec["kind"] == "dict" else spec["fields"])]
+
+
+def rebuild_constant(spec: Spec) -> Any:
+    """The value of a structure without tensors."""
+    return _rebuild(spec, [], {})
 
 
 def extract(spec: Spec, value: Any, path: str) -> list[torch.Tensor]:

@@ -15,6 +15,7 @@ import traceback
 from typing import Any
 
 import torch
+from torch import fx
 
 from .capture import (
     CachedCalls,
@@ -30,11 +31,13 @@ from .capture import (
     sizes_by_probe,
     with_mask,
 )
+from .dataflow import op_name
 from .errors import HcxError, TraceError
+from .mutation import Aliases, mutated
 from .normalize import flat_graph
 from .program import Program
 from .signature import CACHE, Argument, CallSignature, InputSpec
-from .structure import Structure, flatten
+from .structure import Structure, flatten, kinds, outputs_of
 
 
 class _Seen:
@@ -68,6 +71,7 @@ class EagerReference:
         self, model: torch.nn.Module, structure: Structure, positions: dict[str, int], optional: dict[str, bool]
     ):
         self.model, self.structure, self.positions, self.optional = model, structure, positions, optional
+        self.outputs: Structure | None = None
 
     def __call__(self, flat: list[torch.Tensor], *, grad: bool = False) -> list[torch.Tensor]:
         values = dict(self.structure.rebuild(list(flat)))
@@ -77,7 +81,8 @@ class EagerReference:
                 if is_cache or _counts_from_zero(values[name]):
                     del values[name]
         with reference_mode(self.model), torch.set_grad_enabled(grad):
-            return flatten(invoke(self.model, Call(values, self.positions)))[0]
+            result = invoke(self.model, Call(values, self.positions))
+            return flatten(result)[0] if self.outputs is None else outputs_of(self.outputs.spec, result, [])
 
 
 def _counts_from_zero(positions: torch.Tensor) -> bool:
@@ -99,6 +104,24 @@ def trace(
         TraceError: the model decides on tensor values, or the graph does not reproduce eager.
         UsageError: the example does not fit the model.
     """
+    with _buffers_kept(model):
+        return _trace(model, args, kwargs, cache)
+
+
+@contextlib.contextmanager
+def _buffers_kept(model: torch.nn.Module):
+    """Undo what calls of the model write to its buffers."""
+    saved = [(b, b._version, b.clone()) for b in model.buffers() if not b.is_meta and not b.is_inference()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, version, copy in saved:
+                if buffer._version != version:
+                    buffer.copy_(copy)
+
+
+def _trace(model: torch.nn.Module, args: tuple, kwargs: dict | None, cache: bool | None) -> Program:
     call, others = bind_call(model, tuple(args), dict(kwargs or {}))
     try:
         eager_outputs(model, call)
@@ -177,12 +200,18 @@ def _trace_once(model: torch.nn.Module, attempt: _Attempt, others: dict[str, str
     fill_of = {name: fill for n, fill in attempt.fills.items() for name in structure.names if name.split(".")[0] == n}
     names = [_flat_cache_name(n, attempt.cached.cache, CACHE) if attempt.cached else n for n in structure.names]
     graph, root = flat_graph(exported, names)
+    _must_be_pure(graph, type(model).__name__)
     inputs = [
         InputSpec(name, t.dtype, shape, fill_of.get(old))
         for name, old, t, shape in zip(names, structure.names, flat, shapes, strict=True)
     ]
+    defaults = {
+        n: "an error" if p.default is p.empty else repr(p.default)
+        for n, p in inspect.signature(model.forward).parameters.items()
+        if n not in others and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    }
     arguments = [
-        Argument(name, call.positions.get(name), spec, name in attempt.fills)
+        Argument(name, call.positions.get(name), spec, name in attempt.fills, defaults.get(name))
         for name, spec in zip(structure.spec["keys"], structure.spec["items"], strict=True)
     ]
     if attempt.cached is not None:
@@ -200,9 +229,57 @@ def _trace_once(model: torch.nn.Module, attempt: _Attempt, others: dict[str, str
     )
     optional = {n: fill == "empty" for n, fill in attempt.fills.items() if fill in ("empty", "positions")}
     reference = EagerReference(model, structure, call.positions, optional)
+    if {"int", "float"} & set(kinds(outputs.spec)):
+        reference.outputs = outputs
     program = Program._build(graph, root, signature, examples=[[t.detach().clone() for t in flat]], reference=reference)
     _must_agree(program, reference, attempt)
     return program
+
+
+_RANDOM = {
+    "rand",
+    "rand_like",
+    "randn",
+    "randn_like",
+    "randint",
+    "randint_like",
+    "randperm",
+    "normal",
+    "normal_functional",
+    "bernoulli",
+    "bernoulli_",
+    "multinomial",
+    "uniform",
+    "uniform_",
+    "normal_",
+    "exponential_",
+    "poisson",
+}
+
+
+def _must_be_pure(graph: fx.Graph, model: str) -> None:
+    """Refuse a graph whose answer depends on more than its inputs and weights.
+
+    Raises:
+        TraceError: it draws random numbers in eval mode, or writes to a parameter or buffer.
+    """
+    aliases = Aliases(graph)
+    for node in graph.nodes:
+        stack = list((node.meta.get("nn_module_stack") or {}).values())
+        where = (stack[-1][0] if stack else "") or model
+        if op_name(node) in _RANDOM:
+            raise TraceError(
+                f"the model draws random numbers ({op_name(node)}) in eval mode",
+                where=where,
+                hint="pass the noise as an argument",
+            )
+        for target in mutated(node):
+            if aliases.root(target).op == "get_attr":
+                raise TraceError(
+                    f"the model writes to its own tensor `{aliases.root(target).target}` in every call",
+                    where=where,
+                    hint="pass that state as an argument and return the new one",
+                )
 
 
 def _position(model: torch.nn.Module, name: str, positions: dict[str, int]) -> int | None:
@@ -343,7 +420,8 @@ def _must_agree(program: Program, reference: EagerReference, attempt: _Attempt) 
                 where=program.signature.model,
                 hint="it keeps state between calls or draws random numbers",
             )
-        got = program.run_flat([t.clone() for t in flat])
+        with torch.no_grad():
+            got = program.run_flat([t.clone() for t in flat])
         for name, g, e in zip(program.output_names, got, expected, strict=True):
             if not close(g, e):
                 diff = (g.double() - e.double()).abs().max().item() if g.shape == e.shape else float("nan")
@@ -354,7 +432,15 @@ def _must_agree(program: Program, reference: EagerReference, attempt: _Attempt) 
                     "or depends on something that is not an argument",
                 )
             exact = exact and _equal(g, e)
-    program.trace_exact = exact
+    program.trace_exact = exact and _aligned(reference.model)
+
+
+def _aligned(model: torch.nn.Module) -> bool:
+    """Whether the source's tensors lie as torch allocates them, as the Program's do.
+
+    Elsewhere (a mapped file) kernels sum in another order, and the last bit may differ at some shape.
+    """
+    return all(p.data_ptr() % 64 == 0 for p in (*model.parameters(), *model.buffers()))
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:

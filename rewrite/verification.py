@@ -50,7 +50,13 @@ def outputs(program: Program, inputs: list[list[torch.Tensor]]) -> list[dict[str
     with torch.no_grad():
         for flat in inputs:
             results.append(
-                dict(zip(program.output_names, program.run_flat(program.signature.complete(flat)), strict=True))
+                dict(
+                    zip(
+                        program.output_names,
+                        program.run_flat([t.clone() for t in program.signature.complete(flat)]),
+                        strict=True,
+                    )
+                )
             )
     return results
 
@@ -145,12 +151,12 @@ def check_not_vacuous(program: Program, step: Any, plan_number: str, flat: list[
     saved = {n: t.detach().clone() for n, t in own.items()}
     moved = 0.0
     with torch.no_grad():
-        before = program.run_flat(complete, taps=True)
+        before = [t.clone() for t in program.run_flat([t.clone() for t in complete], taps=True)]
         try:
             for _ in range(3):  # a switch may have to go to its other side
                 for name, tensor in own.items():
                     tensor.copy_(step.perturbed(name, tensor.detach().clone()))
-                moved = _movement(program.run_flat(complete, taps=True), before)
+                moved = _movement(program.run_flat([t.clone() for t in complete], taps=True), before)
                 if moved > 0:
                     break
         finally:
@@ -161,7 +167,8 @@ def check_not_vacuous(program: Program, step: Any, plan_number: str, flat: list[
 
 def _movement(after: list[torch.Tensor], before: list[torch.Tensor]) -> float:
     pairs = [(a, b) for a, b in zip(after, before, strict=True) if a.numel()]
-    return max((a.double() - b.double()).nan_to_num().abs().max().item() for a, b in pairs)
+    wide = [(a.to(torch.complex128 if a.is_complex() else torch.float64), b) for a, b in pairs]
+    return max((a - b.to(a.dtype)).nan_to_num().abs().max().item() for a, b in wide)
 
 
 def check_base_untouched(program: Program, base: Program) -> Check:

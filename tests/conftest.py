@@ -35,7 +35,7 @@ class Traced:
 
     def ids(self, batch: int, length: int, start: int = 0) -> torch.Tensor:
         """Consecutive stretches of the text, ``[batch, length]``."""
-        return self.text[start : start + batch * length].reshape(batch, length)
+        return self.text[start : start + batch * length].reshape(batch, length).clone()
 
 
 def tiny_llama(layers: int = 6, **options: Any):

@@ -10,10 +10,6 @@ import torch
 from hcx.rewrite import UsageError, trace
 from torch import nn
 
-FIXED_SIZES = pytest.mark.xfail(
-    strict=False, reason="torch.export gives a fixed size as a SymInt with a constant expression; read as a free size"
-)
-
 
 def equal(one, other) -> bool:
     return torch.equal(one, other) and one.dtype == other.dtype
@@ -55,7 +51,7 @@ def test_arguments_by_name_in_any_order_and_by_position(many):
         ({"scale": 3.0}, "scale"),
         ({"scale": None}, "scale"),
         ({"right": torch.randn(2, 4, 1)}, "right"),
-        pytest.param({"left": torch.randn(2, 5)}, "left", marks=FIXED_SIZES),
+        ({"left": torch.randn(2, 5)}, "left"),
         ({"left": torch.randn(7, 4)}, "right"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else value,
@@ -88,7 +84,6 @@ def test_an_omitted_mask_is_ones_and_a_wrong_length_is_refused(llama):
         llama.program(ids, labels=ids)
 
 
-@pytest.mark.xfail(strict=False, reason="eager broadcasts positions over the batch; the Program asks for every row")
 def test_one_row_of_positions_serves_every_row(llama):
     ids, positions = llama.ids(3, 6), torch.arange(6)[None]
     with torch.no_grad():
@@ -112,7 +107,6 @@ def test_views_of_one_tensor_stay_two_inputs(many):
     assert equal(program(left, right), model(left, right))
 
 
-@FIXED_SIZES
 def test_a_size_the_model_fixes_is_said_to_be_fixed():
     class Fixed(nn.Module):
         def forward(self, x):

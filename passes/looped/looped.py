@@ -183,7 +183,9 @@ class Looped(Pass):
 
 
 def _shared_blocks(stack: Stack) -> bool:
-    return len(stack.blocks) > 1 and len({b.address.split("@")[0] for b in stack.blocks}) == 1
+    used = [{o.target for n in b.body for o in n.all_input_nodes if o.op == "get_attr"} for b in stack.blocks]
+    common = set.intersection(*used)
+    return len(used) > 1 and all(2 * len(common) > len(names) for names in used)
 
 
 def _one_run(stack: Stack, start: int, end: int) -> bool:

@@ -13,20 +13,7 @@ ALL = {c.id: c for c in [*run_cases.model_cases(CASES), *nasty.as_cases(CASES)]}
 pytestmark = pytest.mark.skipif(CASES is None, reason=f"no cases at {run_cases.cases_folder()}")
 
 
-OPEN = {
-    "kwargs-order", "shared-block", "complex-rope", "inplace-input", "shared-buffer", "inplace-view", "shape-outputs",
-    "float-of-shape", "noise", "awkward-names", "window-constant", "log-probs",
-}  # fmt: skip
-"""Cases that are not handled as demanded yet."""
-
-
-def cases():
-    for name in ALL:
-        marks = [pytest.mark.xfail(strict=False, reason="not handled as demanded yet")] if name in OPEN else []
-        yield pytest.param(name, marks=marks)
-
-
-@pytest.mark.parametrize("name", list(cases()))
+@pytest.mark.parametrize("name", ALL)
 def test_case(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
