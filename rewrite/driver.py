@@ -6,6 +6,8 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from . import contracts
 from .contracts import Contract
 from .errors import ContractError
@@ -88,7 +90,7 @@ class _Checker:
 
     def __init__(self, base: Program, say: Progress):
         self.base, self.say = base, say
-        self.inputs = base.check_inputs(3)
+        self.inputs = [flat for flat in base.check_inputs(3) if _eager_accepts(base, flat)]
         self.before = outputs(base, self.inputs)
 
     def step(self, program: Program, step: Pass, contract: Contract, number: str) -> list[Check]:
@@ -113,6 +115,18 @@ class _Checker:
             check_base_untouched(program, self.base),
         ]
         return _required(checks)
+
+
+def _eager_accepts(program: Program, flat: list[torch.Tensor]) -> bool:
+    """Whether the source model runs on an input set that was made from the example."""
+    if program.reference is None:
+        return True
+    structure = getattr(program.reference, "structure", None)
+    try:
+        program.reference([t.clone() for t in flat[: len(structure.names) if structure else None]])
+    except (RuntimeError, ValueError, IndexError):
+        return False
+    return True
 
 
 def _required(checks: list[Check | None], may_fail: frozenset | set = frozenset()) -> list[Check]:

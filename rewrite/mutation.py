@@ -109,7 +109,11 @@ def check_hazards(graph: fx.Graph, pass_name: str) -> None:
                 if order[other] >= order[node]:
                     continue
                 for user in other.users:
-                    if order[user] > order[node] and (_of_pass(user) or _of_pass(node)):
+                    if (
+                        order[user] > order[node]
+                        and (_of_pass(user) or _of_pass(node))
+                        and not _copied_together(user, node)
+                    ):
                         raise PlanError(
                             f"`{pass_name}` would read `{other.name}` after `{node.name}` has changed it in place",
                             where=_where(node),
@@ -119,6 +123,16 @@ def check_hazards(graph: fx.Graph, pass_name: str) -> None:
 
 def _of_pass(node: fx.Node) -> bool:
     return "pass" in node.meta.get("custom", {}).get("hcx", {})
+
+
+def _copied_together(one: fx.Node, other: fx.Node) -> bool:
+    """Copies of one iteration keep the order of their originals, writes included."""
+    tags = [n.meta.get("custom", {}).get("hcx", {}) for n in (one, other)]
+    return (
+        all("of" in t for t in tags)
+        and tags[0].get("pass") == tags[1].get("pass")
+        and tags[0].get("iteration") == tags[1].get("iteration")
+    )
 
 
 def _where(node: fx.Node) -> str:

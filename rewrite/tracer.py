@@ -36,8 +36,8 @@ from .errors import HcxError, TraceError
 from .mutation import Aliases, mutated
 from .normalize import flat_graph
 from .program import Program
-from .signature import CACHE, Argument, CallSignature, InputSpec
-from .structure import Structure, flatten, kinds, outputs_of
+from .signature import CACHE, Argument, CallSignature, InputSpec, tensor_indices
+from .structure import Structure, flatten, kinds, outputs_of, rebuild_constant
 
 
 class _Seen:
@@ -233,7 +233,27 @@ def _trace_once(model: torch.nn.Module, attempt: _Attempt, others: dict[str, str
         reference.outputs = outputs
     program = Program._build(graph, root, signature, examples=[[t.detach().clone() for t in flat]], reference=reference)
     _must_agree(program, reference, attempt)
+    _free_constants(model, call, outputs, arguments)
     return program
+
+
+def _free_constants(model: torch.nn.Module, call: Call, outputs: Structure, arguments: list[Argument]) -> None:
+    """Let calls leave out a constant where eager then gives the same values (and maybe more, such as a cache)."""
+    for argument in arguments:
+        if argument.left_out in (None, "an error") or any(True for _ in tensor_indices(argument.spec)):
+            continue
+        if repr(rebuild_constant(argument.spec)) == argument.left_out:
+            continue
+        without = separate(Call({n: v for n, v in call.values.items() if n != argument.name}, call.positions))
+        try:
+            with reference_mode(model), torch.no_grad():
+                wanted = dict(zip(outputs.names, flatten(invoke(model, separate(call)))[0], strict=True))
+                result, names = flatten(invoke(model, without))
+        except Exception:  # whatever a model raises without it, the argument is needed
+            continue
+        got = dict(zip(names.names, result, strict=True))
+        if all(n in got and torch.equal(got[n], t) for n, t in wanted.items()):
+            argument.left_out = None
 
 
 _RANDOM = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -123,6 +124,19 @@ def check_decode(program: Program, flat: list[torch.Tensor]) -> Check | None:
     if not program.signature.has_cache or "input_ids" not in names or "logits" not in program.output_names:
         return None
     ids = flat[names.index("input_ids")][:, :5]
+    worst, agree = _decode_gap(program, ids)
+    holds = worst <= DECODE_TOLERANCE.get(program.dtype, 1e-4) and agree
+    figures = {"tokens": DECODE_STEPS, "max_relative_diff": worst, "argmax_equal": agree}
+    note = ""
+    if not holds and program.dtype != torch.float64:  # a rough function amplifies rounding; a wrong cache stays wrong
+        worst, agree = _decode_gap(copy.deepcopy(program).to(torch.float64), ids)
+        holds = worst <= DECODE_TOLERANCE[torch.float64] and agree
+        note = f"in float64 {worst:.3g}: {'rounding only' if holds else 'not rounding'}"
+    return Check("cached decoding equals the full forward", holds, figures, note)
+
+
+def _decode_gap(program: Program, ids: torch.Tensor) -> tuple[float, bool]:
+    """Largest logit difference relative to the rms, and whether clear winners agree."""
     tokens, cached = decode(program.signature, program.run_flat, program.output_names, ids, DECODE_STEPS)
     worst, agree = 0.0, True
     for step, logits in enumerate(cached):
@@ -134,12 +148,7 @@ def check_decode(program: Program, flat: list[torch.Tensor]) -> Check | None:
         top2 = full.double().topk(2, -1).values
         clear = (top2[:, 0] - top2[:, 1]) > 1e-3 * max(scale, 1e-12)
         agree &= bool(((full.argmax(-1) == logits.argmax(-1)) | ~clear).all())
-    limit = DECODE_TOLERANCE.get(program.dtype, 1e-4)
-    return Check(
-        "cached decoding equals the full forward",
-        worst <= limit and agree,
-        {"tokens": DECODE_STEPS, "max_relative_diff": worst, "argmax_equal": agree},
-    )
+    return worst, agree
 
 
 def check_not_vacuous(program: Program, step: Any, plan_number: str, flat: list[torch.Tensor]) -> Check | None:

@@ -10,6 +10,8 @@ import torch
 from hcx.rewrite import UsageError, trace
 from torch import nn
 
+from .conftest import tiny_llama
+
 
 def equal(one, other) -> bool:
     return torch.equal(one, other) and one.dtype == other.dtype
@@ -173,3 +175,17 @@ def test_transformers_output_class_with_its_attributes_and_no_taps_unless_asked(
     assert output.loss is None and output["logits"] is output.logits is output[0]
     again, taps = llama.program(llama.ids(2, 4), taps=True)
     assert type(again) is type(output) and taps == {}
+
+
+def test_a_constant_may_be_left_out_where_eager_then_gives_the_same_values(many):
+    model, _ = many
+    pair = torch.randn(3, 4), torch.randn(3, 4)
+    assert equal(trace(model, pair, {"mode": "b"})(*pair), model(*pair)), "`mode` is never read"
+    with pytest.raises(UsageError, match="flag"):
+        trace(model, pair, {"flag": True})(*pair)
+
+
+def test_a_language_model_traced_without_a_cache_is_called_by_its_ids():
+    model, ids = tiny_llama(1), torch.arange(10).reshape(2, 5)
+    program = trace(model, (ids,), {"use_cache": False})
+    assert equal(program(ids).logits, model(ids).logits)

@@ -39,7 +39,10 @@ def ids(*shape: int, seed: int = 0, high: int = 20) -> torch.Tensor:
 
 def seq(d: int = 12) -> dict[str, Callable]:
     """Examples of ``[batch, length, d]`` streams."""
-    return {"example": lambda: ((t(2, 5, d, seed=1),), {}), "alt": lambda: [((t(3, 7, d, seed=2),), {}), ((t(1, 4, d, seed=3),), {})]}
+    return {
+        "example": lambda: ((t(2, 5, d, seed=1),), {}),
+        "alt": lambda: [((t(3, 7, d, seed=2),), {}), ((t(1, 4, d, seed=3),), {})],
+    }
 
 
 class MLP(nn.Module):
@@ -282,7 +285,11 @@ class FloatOfShape(nn.Module):
         return self.f(x) / x.shape[1] ** 0.5, x.shape[1] / 2, x.shape[0] > 1
 
 
-@add("keyword-only", lambda: ((t(2, 5, 12),), {"scale": 2.0, "mode": "b"}), lambda: [((t(3, 4, 12, seed=4),), {"mode": "b", "scale": 2.0})])
+@add(
+    "keyword-only",
+    lambda: ((t(2, 5, 12),), {"scale": 2.0, "mode": "b"}),
+    lambda: [((t(3, 4, 12, seed=4),), {"mode": "b", "scale": 2.0})],
+)
 class KeywordOnly(nn.Module):
     def __init__(self):
         super().__init__()
@@ -292,8 +299,11 @@ class KeywordOnly(nn.Module):
         return (self.f if mode == "a" else self.g)(x) * scale
 
 
-@add("var-args", lambda: ((t(2, 5, 12), t(2, 5, 12, seed=1), t(2, 5, 12, seed=2)), {"extra": t(2, 5, 12, seed=3)}),
-     lambda: [((t(3, 4, 12), t(3, 4, 12, seed=5), t(3, 4, 12, seed=6)), {"extra": t(3, 4, 12, seed=7)})])
+@add(
+    "var-args",
+    lambda: ((t(2, 5, 12), t(2, 5, 12, seed=1), t(2, 5, 12, seed=2)), {"extra": t(2, 5, 12, seed=3)}),
+    lambda: [((t(3, 4, 12), t(3, 4, 12, seed=5), t(3, 4, 12, seed=6)), {"extra": t(3, 4, 12, seed=7)})],
+)
 class VarArgs(nn.Module):
     def __init__(self):
         super().__init__()
@@ -305,8 +315,11 @@ class VarArgs(nn.Module):
         return first + sum(named.values())
 
 
-@add("dict-input", lambda: (({"b": t(2, 3, 12), "a": [t(2, 3, 12, seed=1), None]},), {}),
-     lambda: [(({"a": [t(4, 2, 12, seed=2), None], "b": t(4, 2, 12, seed=3)},), {})])
+@add(
+    "dict-input",
+    lambda: (({"b": t(2, 3, 12), "a": [t(2, 3, 12, seed=1), None]},), {}),
+    lambda: [(({"a": [t(4, 2, 12, seed=2), None], "b": t(4, 2, 12, seed=3)},), {})],
+)
 class DictInput(nn.Module):
     def __init__(self):
         super().__init__()
@@ -316,7 +329,11 @@ class DictInput(nn.Module):
         return self.f(batch["b"]) - batch["a"][0]
 
 
-@add("scalar-input", lambda: ((t(2, 5, 12), torch.tensor(0.3)), {"power": 2}), lambda: [((t(3, 4, 12), torch.tensor(-1.5)), {"power": 2})])
+@add(
+    "scalar-input",
+    lambda: ((t(2, 5, 12), torch.tensor(0.3)), {"power": 2}),
+    lambda: [((t(3, 4, 12), torch.tensor(-1.5)), {"power": 2})],
+)
 class ScalarInput(nn.Module):
     """A 0-dim tensor and a Python int."""
 
@@ -338,7 +355,11 @@ class IntAsShape(nn.Module):
         return self.f(x).unsqueeze(1).expand(-1, n, -1) + torch.arange(n)[:, None]
 
 
-@add("tied-lengths", lambda: ((t(2, 6, 12), t(2, 6, 12, seed=1)), {}), lambda: [((t(3, 6, 12), t(3, 9, 12, seed=1)), {}), ((t(2, 9, 12), t(2, 4, 12, seed=2)), {})])
+@add(
+    "tied-lengths",
+    lambda: ((t(2, 6, 12), t(2, 6, 12, seed=1)), {}),
+    lambda: [((t(3, 6, 12), t(3, 9, 12, seed=1)), {}), ((t(2, 9, 12), t(2, 4, 12, seed=2)), {})],
+)
 class TwoLengths(nn.Module):
     """Two lengths that are equal in the example only."""
 
@@ -454,7 +475,15 @@ class BatchNormNet(nn.Module):
         super().__init__()
         self.stem = nn.Conv2d(3, c, 3, padding=1)
         self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(c, c, 3, padding=1), nn.BatchNorm2d(c), nn.ReLU(inplace=True), nn.Conv2d(c, c, 3, padding=1), nn.BatchNorm2d(c)) for _ in range(4))
+            nn.Sequential(
+                nn.Conv2d(c, c, 3, padding=1),
+                nn.BatchNorm2d(c),
+                nn.ReLU(inplace=True),
+                nn.Conv2d(c, c, 3, padding=1),
+                nn.BatchNorm2d(c),
+            )
+            for _ in range(4)
+        )
         self.fc = nn.Linear(c, 5)
 
     def forward(self, x):
@@ -515,7 +544,9 @@ class ComplexStack(Stack):
         self.register_buffer("rot", torch.polar(torch.ones(6), t(6, seed=3)))
 
     def block(self, layer, x):
-        y = torch.view_as_real(torch.view_as_complex(x.reshape(*x.shape[:-1], 6, 2).contiguous()) * self.rot).flatten(-2)
+        y = torch.view_as_real(torch.view_as_complex(x.reshape(*x.shape[:-1], 6, 2).contiguous()) * self.rot).flatten(
+            -2
+        )
         x = x + layer["a"](y)
         return x + layer["m"](x)
 
@@ -600,18 +631,32 @@ class AwkwardNames(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.graph, self.signature, self.tensor, self.m = nn.Linear(12, 12), nn.Linear(12, 12), nn.Linear(12, 12), nn.Linear(12, 12)
+        self.graph, self.signature, self.tensor, self.m = (
+            nn.Linear(12, 12),
+            nn.Linear(12, 12),
+            nn.Linear(12, 12),
+            nn.Linear(12, 12),
+        )
         self.examples = nn.Parameter(t(12, seed=1))
         self.register_buffer("training_", t(12, seed=2))
         self.register_buffer("inputs", t(12, seed=3))
         self.hcx = nn.ModuleDict({"exits_0": nn.Linear(12, 12), "a-b": nn.Linear(12, 12), "x y": nn.Linear(12, 12)})
 
     def forward(self, x):
-        x = self.graph(x) + self.signature(x) * self.examples + self.tensor(x) * self.training_ + self.m(x) * self.inputs
+        x = (
+            self.graph(x)
+            + self.signature(x) * self.examples
+            + self.tensor(x) * self.training_
+            + self.m(x) * self.inputs
+        )
         return x + sum(f(x) for f in self.hcx.values())
 
 
-@add("input-called-self", lambda: ((), {"input": t(2, 5, 12), "return_dict": True, "lambda_": t(2, 5, 12, seed=1)}), lambda: [])
+@add(
+    "input-called-self",
+    lambda: ((), {"input": t(2, 5, 12), "return_dict": True, "lambda_": t(2, 5, 12, seed=1)}),
+    lambda: [],
+)
 class AwkwardArguments(nn.Module):
     def __init__(self):
         super().__init__()
@@ -635,7 +680,9 @@ class Sliced(Stack):
         self.register_buffer("same", base[:12])
 
     def forward(self, x):
-        return super().forward(x @ self.wa + (x @ self.wb)[..., self.index].sum(-1, keepdim=True) + x @ self.same), self.empty
+        return super().forward(
+            x @ self.wa + (x @ self.wb)[..., self.index].sum(-1, keepdim=True) + x @ self.same
+        ), self.empty
 
 
 @add("tensor-attribute", **seq())
@@ -711,7 +758,11 @@ class OneClass(Stack):
         super().__init__(out=1)
 
 
-@add("loss-inside", lambda: ((t(2, 5, 12), ids(2, 5, high=5)), {}), lambda: [((t(3, 4, 12), ids(3, 4, high=5, seed=3)), {})])
+@add(
+    "loss-inside",
+    lambda: ((t(2, 5, 12), ids(2, 5, high=5)), {}),
+    lambda: [((t(3, 4, 12), ids(3, 4, high=5, seed=3)), {})],
+)
 class LossInside(Stack):
     """Returns (loss, logits): the exit has to be taken from the logits."""
 
@@ -735,6 +786,7 @@ def as_cases(cases: ModuleType) -> list[Any]:
     """The models as cases, so that the same runner takes them."""
     found = []
     for name, (make, example, alt) in MODELS.items():
+
         def build(make=make, example=example, name=name):
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(7)
@@ -746,6 +798,19 @@ def as_cases(cases: ModuleType) -> list[Any]:
             model.train(name in TRAIN)
             return model, *example()
 
-        found.append(cases.Case(id=name, title=name, sources=(), trouble="", passes=(), expect="either", must="", build=build, alt=alt,
-                                train=name in TRAIN, tol=3e-2 if "bf16" in name or "mixed" in name else 1e-4))
+        found.append(
+            cases.Case(
+                id=name,
+                title=name,
+                sources=(),
+                trouble="",
+                passes=(),
+                expect="either",
+                must="",
+                build=build,
+                alt=alt,
+                train=name in TRAIN,
+                tol=3e-2 if "bf16" in name or "mixed" in name else 1e-4,
+            )
+        )
     return found

@@ -151,7 +151,10 @@ class Run:
     def check_state(self, program: Any, what: str) -> None:
         """Names, dtypes and values of the model's own tensors, and a strict load of the old state."""
         keys = [k for k in program.state_dict() if k not in program.origin]
-        need(sorted(keys) == sorted(self.before), f"{what}: state-dict keys differ: {sorted(set(keys) ^ set(self.before))[:4]}")
+        need(
+            sorted(keys) == sorted(self.before),
+            f"{what}: state-dict keys differ: {sorted(set(keys) ^ set(self.before))[:4]}",
+        )
         for name, tensor in self.before.items():
             need(program.state_dict()[name].dtype == tensor.dtype, f"{what}: dtype of {name} changed")
         extra = {k: v for k, v in program.state_dict().items() if k in program.origin}
@@ -163,7 +166,10 @@ class Run:
             need(not isinstance(got, torch.Tensor) or torch.equal(got, want), "tracing changed the caller's example")
         need(self.model.training == self.case.train, "the model's own mode was changed")
         for name, tensor in self.model.state_dict().items():
-            need(torch.equal(torch.nan_to_num(tensor), torch.nan_to_num(self.before[name])), f"the caller's {name} was changed")
+            need(
+                torch.equal(torch.nan_to_num(tensor), torch.nan_to_num(self.before[name])),
+                f"the caller's {name} was changed",
+            )
         self.check_calls(self.program, "traced")
         self.check_state(self.program, "traced")
         self.check_calls(self.program, "after a strict load")
@@ -224,12 +230,17 @@ class Run:
         for row in range(rows):
             one = [t[row : row + 1] for t in flat]
             try:
-                alone, base, together = (p.run_flat([t.clone() for t in f]) for p, f in ((program, one), (self.program, one), (self.program, flat)))
+                alone, base, together = (
+                    p.run_flat([t.clone() for t in f])
+                    for p, f in ((program, one), (self.program, one), (self.program, flat))
+                )
             except (HcxError, RuntimeError):
                 return
             if not base[0].dim() or not self.cases.same(base[0], together[0][row : row + 1], self.case.tol)[0]:
                 return
-            same, reason = self.cases.same(alone[0], program.run_flat([t.clone() for t in flat])[0][row : row + 1], self.case.tol)
+            same, reason = self.cases.same(
+                alone[0], program.run_flat([t.clone() for t in flat])[0][row : row + 1], self.case.tol
+            )
             need(same, f"exits: row {row} depends on its batch: {reason}")
 
     def save_load(self) -> str:
@@ -264,10 +275,16 @@ class Run:
         size = (path / "weights.safetensors").stat().st_size
         unique = {id(t): t.numel() * t.element_size() for _, t in program.named_tensors()}
         header = int.from_bytes((path / "weights.safetensors").read_bytes()[:8], "little") + 8
-        need(size - header <= sum(unique.values()), f"weights take {size - header} bytes, unique tensors have {sum(unique.values())}")
+        need(
+            size - header <= sum(unique.values()),
+            f"weights take {size - header} bytes, unique tensors have {sum(unique.values())}",
+        )
         own = {id(t): t.numel() * t.element_size() for t in [*self.model.parameters(), *self.model.buffers()]}
         passes = sum(program.tensor(n).numel() * program.tensor(n).element_size() for n in program.origin)
-        need(size - header <= sum(own.values()) + passes + 4096, f"weights take {size - header} bytes, the model's unique tensors {sum(own.values())}")
+        need(
+            size - header <= sum(own.values()) + passes + 4096,
+            f"weights take {size - header} bytes, the model's unique tensors {sum(own.values())}",
+        )
 
     def onnx(self) -> str:
         try:
@@ -315,7 +332,10 @@ def _shared_block(run: Run) -> None:
     need(len(run.program.sites().residuals) == 6, f"{len(run.program.sites().residuals)} residuals, not 6")
     need(len(list(run.program.parameters())) == len(list(run.model.parameters())), "parameters are not stored once")
     skip = run.program.plan("looped").steps[0].skips
-    need(any("share" in s.text for s in skip) if skip and hasattr(skip[0], "text") else "share" in str(skip), f"looped does not say that the stack is shared: {skip}")
+    need(
+        any("share" in s.text for s in skip) if skip and hasattr(skip[0], "text") else "share" in str(skip),
+        f"looped does not say that the stack is shared: {skip}",
+    )
 
 
 def _train_mode(run: Run) -> None:
@@ -326,7 +346,10 @@ def _train_mode(run: Run) -> None:
 
 def _parallel(run: Run) -> None:
     residuals = run.program.sites().residuals
-    need(len(residuals) == 2 and all(len(r.branches) == 2 for r in residuals), f"{[len(r.branches) for r in residuals]} branches")
+    need(
+        len(residuals) == 2 and all(len(r.branches) == 2 for r in residuals),
+        f"{[len(r.branches) for r in residuals]} branches",
+    )
     need(residuals[1].skip is residuals[0].add, "the second block's skip is not the first one's sum")
 
 
@@ -344,7 +367,9 @@ def _hidden(run: Run) -> None:
 
 def _hidden_looped(run: Run, program: Any) -> None:
     _, states, _ = program(*run.args)
-    need(all(not torch.equal(states[i], states[j]) for i in range(3) for j in range(i)), "hidden states are not distinct")
+    need(
+        all(not torch.equal(states[i], states[j]) for i in range(3) for j in range(i)), "hidden states are not distinct"
+    )
 
 
 def _dict_out(run: Run) -> None:
@@ -358,7 +383,9 @@ def _kwargs(run: Run) -> None:
     values = {"flag": False, "x2": run.kwargs["x2"], "scale": 0.5}
     _refuses(lambda: run.program(*run.args, **{**values, "flag": True}), "flag=True")
     _refuses(lambda: run.program(*run.args, **{**values, "scale": 1.0}), "scale=1.0")
-    _refuses(lambda: run.program(*run.args, x2=values["x2"]), "leaving out flag and scale (default flag=True, scale=1.0)")
+    _refuses(
+        lambda: run.program(*run.args, x2=values["x2"]), "leaving out flag and scale (default flag=True, scale=1.0)"
+    )
     need([i.name for i in run.program.inputs] == ["x1", "x2"], f"inputs {[i.name for i in run.program.inputs]}")
 
 
@@ -433,7 +460,9 @@ def _cell(step: Callable[[], str]) -> str:
     except Exception as error:
         import traceback
 
-        frame = next((f for f in reversed(traceback.extract_tb(error.__traceback__)) if "site-packages" not in f.filename), None)
+        frame = next(
+            (f for f in reversed(traceback.extract_tb(error.__traceback__)) if "site-packages" not in f.filename), None
+        )
         where = f" at {Path(frame.filename).name}:{frame.lineno}" if frame else ""
         first = next(iter(str(error).splitlines()), "")
         return f"CRASH: {type(error).__name__}: {first[:160]}{where}"
@@ -478,7 +507,11 @@ def main(argv: list[str]) -> int:
         failed = failures(case, row)
         bad += bool(failed)
         cut = 400 if verbose else 90
-        print(f"{'FAIL' if failed else 'ok  '} {case.id:30s} | " + " | ".join(row[s].replace("\n", " ")[:cut] for s in STAGES), flush=True)
+        print(
+            f"{'FAIL' if failed else 'ok  '} {case.id:30s} | "
+            + " | ".join(row[s].replace("\n", " ")[:cut] for s in STAGES),
+            flush=True,
+        )
     print(f"{bad} failed")
     return 1 if bad else 0
 
