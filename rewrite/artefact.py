@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import fx
 
 from . import graph_text
+from .copies import VECTOR, phase, placed
 from .errors import ArtefactError, UsageError
 from .folders import replace_folder, sha256, staging
 from .golden import Golden
@@ -83,6 +84,7 @@ def _manifest(program: Program, golden: Golden, tied: dict[str, str], folder: Pa
         n: {
             "kind": "parameter" if isinstance(t, torch.nn.Parameter) else "buffer" if n in persistent else "transient",
             "requires_grad": t.requires_grad,
+            **({"phase": phase(t)} if phase(t) else {}),
         }
         for n, t in program.named_tensors()
     }
@@ -145,7 +147,7 @@ def load(path: str | os.PathLike) -> Program:
     manifest = read_manifest(folder)
     kinds: dict[str, dict] = manifest["tensors"]
     root = torch.nn.Module()
-    stored = _read_tensors(_file(folder, WEIGHTS))
+    stored = _read_tensors(_file(folder, WEIGHTS), {n: _phase(n, k) for n, k in kinds.items()})
     made: dict[str, torch.Tensor] = {}
     for name, kind in kinds.items():
         source = manifest["tied"].get(name, name)
@@ -328,10 +330,17 @@ def _read_json(path: Path) -> Any:
         raise ArtefactError(f"{path.name} is damaged or incomplete: {error}", where=str(path)) from error
 
 
-def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
+def _phase(name: str, kind: dict) -> int:
+    remainder = kind.get("phase", 0)
+    if type(remainder) is not int or not 0 <= remainder < VECTOR:
+        raise ArtefactError(f"the manifest is damaged at tensors: {name}", where=MANIFEST)
+    return remainder
+
+
+def _read_tensors(path: Path, phases: dict[str, int]) -> dict[str, torch.Tensor]:
     try:
         with safe_open(path, "pt") as file:
-            # cloned: addresses inside the file are not aligned as torch aligns, and kernels then sum in another order
-            return {name: file.get_tensor(name).clone() for name in file.keys()}
+            # copied: addresses inside the file are others than when this was checked, and kernels then sum differently
+            return {name: placed(file.get_tensor(name), phases.get(name, 0)) for name in file.keys()}
     except (SafetensorError, OSError, ValueError) as error:
         raise ArtefactError(f"{path.name} is damaged or incomplete: {error}", where=str(path)) from error

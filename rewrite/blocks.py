@@ -11,7 +11,7 @@ from itertools import groupby
 import torch
 from torch import fx
 
-from .dataflow import Dataflow, private, resolve, value
+from .dataflow import Dataflow, is_identity, op_name, private, resolve, value
 from .residuals import hcx_tag
 from .sites import Block, BlockRun, Residual
 
@@ -123,7 +123,7 @@ def canonical(body: list[fx.Node], entry: fx.Node) -> tuple[str, list[fx.Node]]:
         if isinstance(argument, fx.Node):
             val = argument.meta.get("val")
             if isinstance(val, torch.SymInt | torch.SymFloat | torch.SymBool | int):
-                return f"<{symbolic(val)}>"
+                return f"<{symbolic(val)}>" if re.search(r"[su]\d", str(val)) else str(val)
             if argument in names:
                 return names[argument]
             if argument.op == "get_attr":
@@ -140,10 +140,20 @@ def canonical(body: list[fx.Node], entry: fx.Node) -> tuple[str, list[fx.Node]]:
     for node in [*private(body, entry), *body]:
         if value(node) is None and not isinstance(node.meta.get("val"), list | tuple):
             continue
-        arguments = text(node.args) + text(node.kwargs)
+        if is_identity(node) and "dropout" not in op_name(node):
+            names[node] = text(node.args[0])
+            continue
+        arguments = text(_with_defaults(node)) + text(node.kwargs)
         names[node] = f"n{len(lines)}"
         lines.append(f"{node.target}{arguments}")
     return "\n".join(lines), list(outside)
+
+
+def _with_defaults(node: fx.Node) -> tuple:
+    """Arguments of a node; those of a slice that say "from the start" in one way or another are 0."""
+    if op_name(node) != "slice":
+        return node.args
+    return tuple(0 if i == 2 and a is None else a for i, a in enumerate(node.args))
 
 
 def residual_signature(flow: Dataflow, residual: Residual) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 
 from . import contracts
 from .contracts import Contract
+from .copies import copied
 from .errors import ContractError
 from .liveness import check_live
 from .passbase import Pass
@@ -19,6 +19,7 @@ from .program import Program
 from .verification import (
     Check,
     check_base_untouched,
+    check_changed,
     check_contract,
     check_decode,
     check_grad_mode,
@@ -26,6 +27,7 @@ from .verification import (
     check_source,
     is_meta,
     outputs,
+    state_of,
 )
 
 Progress = Callable[[str], None]
@@ -49,9 +51,9 @@ def rewrite(
     """
     say = progress or (lambda text: None)
     new = fork(program)
-    new._adopt(copy.deepcopy(new._root))  # before any pass runs: none can reach the caller's tensors
+    new._adopt(copied(new._root))  # before any pass runs: none can reach the caller's tensors
     base_print = fingerprint(program)
-    checker = _Checker(program, say) if check and not is_meta(program) else None
+    checker = _Checker(program, new, say) if check and not is_meta(program) else None
     entries: list[dict[str, Any]] = []
 
     def seen(step: Pass, plan: PassPlan, editor: Any) -> None:
@@ -70,7 +72,7 @@ def rewrite(
         }
         if checker is not None:
             say(f"checking {step.name}")
-            entry["checks"] = [c.to_json() for c in checker.step(new, step, contract, number)]
+            entry["checks"] = [c.to_json() for c in checker.step(new, step, contract, number, bool(plan.sites))]
         new.history[-1] = entry
         entries.append(entry)
 
@@ -88,20 +90,22 @@ def rewrite(
 class _Checker:
     """Runs the checks of a pipeline over one set of inputs."""
 
-    def __init__(self, base: Program, say: Progress):
+    def __init__(self, base: Program, new: Program, say: Progress):
         self.base, self.say = base, say
         self.inputs = [flat for flat in base.check_inputs(3) if _eager_accepts(base, flat)]
-        self.before = outputs(base, self.inputs)
+        self.first = self.before = outputs(base, self.inputs)
+        self.state = state_of(new)
 
-    def step(self, program: Program, step: Pass, contract: Contract, number: str) -> list[Check]:
+    def step(self, program: Program, step: Pass, contract: Contract, number: str, sites: bool) -> list[Check]:
         """After one pass: its contract against the program before it, not vacuous, live."""
         after = outputs(program, self.inputs)
         checks: list[Check | None] = [
             check_contract(contract, after, self.before, f"contract of {step.name}"),
-            check_not_vacuous(program, step, number, self.inputs[0]),
+            check_not_vacuous(program, step, number, self.inputs[0])
+            or (check_changed(step, self.state, state_of(program)) if sites else None),
             check_live(program, self.inputs[0], f"hcx.{number}.", step),
         ]
-        self.before = after
+        self.before, self.state = after, state_of(program)
         return _required(checks, may_fail={"live gradients"})
 
     def whole(self, program: Program, promised: list[Contract]) -> list[Check]:
@@ -109,7 +113,7 @@ class _Checker:
         after = self.before
         weakest = contracts.combined(promised)
         checks = [
-            check_source(program, weakest, self.inputs, after),
+            check_source(program, weakest, self.inputs, after, self.first if self.base.history else None),
             check_grad_mode(program, self.inputs, after),
             check_decode(program, self.inputs[0]),
             check_base_untouched(program, self.base),

@@ -110,7 +110,7 @@ def _without_inner(flow: Dataflow, trunks: list[list[Residual]]) -> list[list[Re
 def _stack(flow: Dataflow, trunk: list[Residual], caches: set[fx.Node], number: int) -> Stack:
     signatures = [residual_signature(flow, r) for r in trunk]
     groups = group(trunk, signatures)
-    entries = [settle(members[0].skip) for _, members in groups]
+    entries = [_entry(flow, members[0], address) for address, members in groups]
     exits = [_exit(flow, groups, entries, i) for i in range(len(groups))]
     blocks: list[Block] = []
     first_index: dict[str, int] = {}
@@ -128,6 +128,25 @@ def _stack(flow: Dataflow, trunk: list[Residual], caches: set[fx.Node], number: 
     boundaries = [Boundary(0, entries[0], carrier)]
     boundaries += [Boundary(b.index + 1, e, carrier) for b, e in zip(blocks, exits, strict=True)]
     return Stack(_label(blocks, number), blocks, boundaries, find_runs(blocks, caches))
+
+
+def _entry(flow: Dataflow, first: Residual, call: str) -> fx.Node:
+    """Where a block begins: its first skip, or the value before what its own module does to make that skip (a norm that
+    the skip starts behind)."""
+    skip = settle(first.skip)
+    iteration = iteration_of(first)
+    if not call or not _inside(skip, call, iteration):
+        return skip
+    mine, outside = [skip], {}
+    for node in mine:
+        for operand in node.all_input_nodes:
+            if _inside(operand, call, iteration):
+                mine += [operand] if operand not in mine else []
+            elif value(operand) is not None and operand.op != "get_attr":
+                outside[operand] = None
+    entry = next(iter(outside)) if len(outside) == 1 else skip
+    alike = value(entry).shape == value(skip).shape and value(entry).dtype == value(skip).dtype
+    return settle(entry) if alike and not flow.reaches_by_weight(entry, skip) else skip
 
 
 def _carrier(trunk: list[Residual]) -> Carrier:

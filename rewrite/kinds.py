@@ -20,7 +20,7 @@ def branch_kind(flow: Dataflow, skip: fx.Node, body: list[fx.Node]) -> str:
     if _is_ssm(body, names):
         return "ssm"
     if any(n in _CONVS for n in names):
-        return "conv-mlp" if "linear" in names or _is_pointwise_mlp(body) else "conv"
+        return "conv-mlp" if _ends_in_mlp(flow, skip, body) else "conv"
     return "mlp"
 
 
@@ -86,14 +86,18 @@ def _is_ssm(body: list[fx.Node], names: set[str]) -> bool:
     )
 
 
-def _is_pointwise_mlp(body: list[fx.Node]) -> bool:
-    """Two or more 1 x 1 convolutions: an MLP over channels."""
-    pointwise = 0
+def _ends_in_mlp(flow: Dataflow, skip: fx.Node, body: list[fx.Node]) -> bool:
+    """Two or more layers over channels alone (linear or 1 x 1) behind the last convolution over positions;
+    those of a gate made from pooled values do not count."""
+    layers = 0
     for node in body:
-        if (
-            op_name(node) in _CONVS
-            and isinstance(node.args[1], fx.Node)
-            and (weight := value(node.args[1])) is not None
-        ):
-            pointwise += all(int(k) == 1 for k in weight.shape[2:])
-    return pointwise >= 2
+        made_of = value(node.args[0]) if node.args else None
+        if made_of is None or made_of.dim() != value(skip).dim() or all(s == 1 for s in made_of.shape[2:]):
+            continue
+        if op_name(node) in _CONVS:
+            weight = value(node.args[1]) if isinstance(node.args[1], fx.Node) else None
+            pointwise = weight is not None and all(int(k) == 1 for k in weight.shape[2:])
+            layers = layers + 1 if pointwise else 0
+        elif op_name(node) in ("linear", "addmm", "mm", "matmul") and flow.carries_weight(node):
+            layers += 1
+    return layers >= 2

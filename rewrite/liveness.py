@@ -49,6 +49,8 @@ def check_live(program: Program, flat: list[torch.Tensor], prefix: str, step: Pa
     reasons = {n: step.inert(n.removeprefix(prefix)) for n in dead}
     note = "; ".join(f"dead: {n}{f' ({r})' if r else ''}" for n, r in list(reasons.items())[:5])
     note += f" and {len(dead) - 5} more" if len(dead) > 5 else ""
+    if caveat := step.caveat():
+        note += f"{'; ' if note else ''}{caveat}"
     unexplained = [n for n, r in reasons.items() if r is None]
     figures = {"parameters": len(names), "dead": len(dead), "unexplained": len(unexplained)}
     return Check("live gradients", not unexplained, {**figures, "min_rms": min(rms), "max_rms": max(rms)}, note)

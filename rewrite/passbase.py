@@ -56,6 +56,14 @@ class Pass:
         """Why a parameter of this pass has no gradient at the start although nothing is wrong, or None."""
         return None
 
+    def misfit(self, program: Program, detail: dict[str, Any]) -> str | None:
+        """Why a site of an edited plan cannot be applied, or None."""
+        return None
+
+    def caveat(self) -> str | None:
+        """What the certificate must say about training from this start, although every gradient is there, or None."""
+        return None
+
     def new_plan(self, **fields: Any) -> PassPlan:
         """An empty plan step of this pass with its options."""
         return PassPlan(self.name, self.options(), **fields)

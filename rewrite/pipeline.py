@@ -114,6 +114,24 @@ def _same_tensors(program: Program):
     return copied(program._root)
 
 
+def _apply(step: Pass, program: Program, pass_plan: PassPlan, editor: Editor, edited: bool) -> None:
+    """Apply a step; what goes wrong in a plan that was given is put down to the plan."""
+    if edited:
+        for site in pass_plan.sites:
+            if wrong := step.misfit(program, site.detail):
+                raise PlanError(f"the plan's site `{site.address}` does not fit: {wrong}", where=step.name)
+    try:
+        step.apply(program, pass_plan, editor)
+    except (KeyError, IndexError, TypeError) as error:
+        if not edited:
+            raise
+        raise PlanError(
+            f"the plan does not fit `{step.name}`: {type(error).__name__}: {error}",
+            where=step.name,
+            hint="change a plan's details to values that the pass itself could have planned",
+        ) from error
+
+
 def walk(
     program: Program,
     what: Any,
@@ -133,7 +151,7 @@ def walk(
             return
         editor = Editor(program, step.name, sum(e["pass"] == step.name for e in program.history))
         if pass_plan.sites:
-            step.apply(program, pass_plan, editor)
+            _apply(step, program, pass_plan, editor, given is not None)
             _tidy(program)
             check_hazards(program.graph, step.name)
         program.history.append({"pass": step.name, "rank": step.place()})

@@ -10,6 +10,7 @@ import hcx.kernels  # noqa: F401  registers the ops that graphs may hold
 import torch
 from torch import fx
 
+from .copies import copied
 from .normalize import fetch, set_tensor
 from .signature import CallSignature, InputSpec
 
@@ -53,7 +54,7 @@ class Program(torch.nn.Module):
         copy_tensors: bool = True,
     ) -> Program:
         self = cls()
-        self._adopt(copy.deepcopy(root) if copy_tensors else root)
+        self._adopt(copied(root) if copy_tensors else root)
         self.__dict__.update(
             graph=graph,
             signature=signature,

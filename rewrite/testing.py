@@ -178,9 +178,9 @@ class _Kit:
         expected = [s.address for p in self.plan.steps for s in p.sites or ()]
         reference = self.program.reference
         variants = [copy.deepcopy(self.program).to(torch.float64)]
-        if reference is not None and len(self.program.inputs) == 1:
-            wider = torch.cat([self.program.examples[0][0]] * 2, 1)
-            variants.append(trace(reference.model, (wider,)))
+        shapes = self.program.check_inputs(2)
+        if reference is not None and len(self.program.inputs) == 1 and len(shapes) == 2:
+            variants.append(trace(reference.model, tuple(shapes[1])))
         for variant in variants:
             found = [s.address for p in plan(variant, self.step).steps for s in p.sites or ()]
             assert found == expected, f"addresses changed: {found[:3]} for {expected[:3]}"

@@ -452,15 +452,7 @@ def _must_agree(program: Program, reference: EagerReference, attempt: _Attempt) 
                     "or depends on something that is not an argument",
                 )
             exact = exact and _equal(g, e)
-    program.trace_exact = exact and _aligned(reference.model)
-
-
-def _aligned(model: torch.nn.Module) -> bool:
-    """Whether the source's tensors lie as torch allocates them, as the Program's do.
-
-    Elsewhere (a mapped file) kernels sum in another order, and the last bit may differ at some shape.
-    """
-    return all(p.data_ptr() % 64 == 0 for p in (*model.parameters(), *model.buffers()))
+    program.trace_exact = exact
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:

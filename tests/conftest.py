@@ -142,16 +142,10 @@ def svhn() -> tuple[Any, Any, torch.Tensor, list[int]]:
     return net, trace(net, (digits,)), digits, labels
 
 
-OPEN = {"test_damaged_history": "load refuses it earlier, with another message"}
-"""Tests of what is not as demanded yet."""
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests of one trained net go to one worker under ``--dist loadgroup``, so that it is loaded once."""
     grouped = config.pluginmanager.hasplugin("xdist")
     for item in items:
-        if item.name in OPEN:
-            item.add_marker(pytest.mark.xfail(strict=False, reason=OPEN[item.name]))
         parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
         for name in {*getattr(item, "fixturenames", ()), *map(str, parameters)} & {"smollm2", "minilm", "face", "svhn"}:
             item.add_marker(pytest.mark.slow)

@@ -274,7 +274,7 @@ def test_damaged_history(folders, tmp_path):
     manifest = json.loads((broken / "manifest.json").read_text())
     del manifest["history"][0]["contract"]
     (broken / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(ArtefactError, match="history is damaged"):
+    with pytest.raises(ArtefactError, match="damaged at history"):
         diff(load(folders / "a.hcx"), load(broken))
 
 

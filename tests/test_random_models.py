@@ -191,9 +191,6 @@ def test_loaded_tensors_are_aligned_as_torch_aligns_them(tmp_path):
     assert all(t.data_ptr() % 64 == 0 for _, t in again.named_tensors())
 
 
-@pytest.mark.xfail(
-    strict=False, reason="exits{head=classifier} pools positions, then selects against logits of each one"
-)
 @pytest.mark.parametrize("options", ["head=classifier", "at=[1]"])
 def test_a_classifier_exit_of_a_model_that_answers_at_each_position_is_right_or_refused(options):
     model, args, _ = build(NetSpec(width=8, blocks=((Step(),),) * 4, order=(0, 1, 2, 3), narrow=5))
@@ -203,17 +200,14 @@ def test_a_classifier_exit_of_a_model_that_answers_at_each_position_is_right_or_
 
 ROWS = {"width": 4, "final_norm": False}
 FOUR = {"order": (0, 1, 2, 3), **ROWS}
-STREAMS = [
-    (NetSpec(blocks=((Step(),),) * 4, join="add", **FOUR), "a residual may add to an earlier value of the stream"),
-    (NetSpec(blocks=((Step("averaged"),),) * 4, join="concat", **FOUR), "two stacks of one label: found again by it"),
-    (
-        NetSpec(blocks=((Step("post"),),), order=(0,), **ROWS),
-        "the norm behind the only residual of a stack is not seen as a post-norm",
-    ),
-]
+STREAMS = {
+    "adds to an earlier value of the stream": NetSpec(blocks=((Step(),),) * 4, join="add", **FOUR),
+    "two stacks of one name": NetSpec(blocks=((Step("averaged"),),) * 4, join="concat", **FOUR),
+    "one post-norm residual": NetSpec(blocks=((Step("post"),),), order=(0,), **ROWS),
+}
 
 
-@pytest.mark.parametrize("spec", [pytest.param(s, marks=pytest.mark.xfail(strict=False, reason=r)) for s, r in STREAMS])
+@pytest.mark.parametrize("spec", STREAMS.values(), ids=STREAMS)
 def test_hyper_connections_fit_or_are_skipped(spec):
     model, args, _ = build(spec)
     with contextlib.suppress(NoMatchError):

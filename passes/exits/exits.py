@@ -158,6 +158,21 @@ class Exits(Pass):
             editor.tap(f"{prefix}.{entry.at}.score", entry.score)
         editor.tap(f"{prefix}.depth", depth)
 
+    def misfit(self, program: Program, detail: dict) -> str | None:
+        """An edited place, head, score or threshold that there is none of."""
+        stack = find(program).stack(detail.get("stack"))
+        if stack is None:
+            return f"there is no stack {detail.get('stack')!r}"
+        if detail.get("at") not in range(1, stack.depth):
+            return f"`at` is {detail.get('at')!r}, must be 1 to {stack.depth - 1}"
+        if detail.get("head") not in ("shared", "affine", "classifier"):
+            return f"`head` is {detail.get('head')!r}, must be shared, affine or classifier"
+        if detail.get("score") not in SCORES:
+            return f"`score` is {detail.get('score')!r}, must be one of {', '.join(SCORES)}"
+        if not isinstance(detail.get("threshold"), int | float | None):
+            return f"`threshold` is {detail.get('threshold')!r}, must be a number or null"
+        return None
+
     def preserves(self, program: Program, plan: PassPlan) -> Contract:
         """Exact while no exit can fire."""
         return Exact() if all(s.detail["threshold"] is None for s in plan.sites or ()) else Structural()

@@ -24,7 +24,7 @@ from torch import fx
 
 from .inits import expand_start, reduce_start, site_start
 from .mixers import MIXERS, Coefficients
-from .spine import Link, is_post_norm, links, obstacle
+from .spine import Link, is_post_norm, links, obstacle, tail
 
 OPS = torch.ops.hcx
 
@@ -82,9 +82,9 @@ class HyperConnections(Pass):
         if problem is not None:
             plan.skips.append(Skip(stack.label, *problem))
             return
-        found = links(flow, stack)
+        found = [*links(flow, stack), tail(flow, stack)]
         init = self.init or ("rotate" if is_post_norm(found) else "mean")
-        for number, link in enumerate(found):
+        for number, link in enumerate(found[:-1]):
             address = "+".join(b.address for b in link.residual.branches)
             plan.sites.append(
                 Site(address, "residual", {"stack": stack.label, "number": number, "init": init, "mixer": self.mixer})
@@ -100,9 +100,8 @@ class HyperConnections(Pass):
             return Reason.WIDTH_CHANGES, "the stream changes its shape on the way"
         if MIXERS[self.mixer].channels_last_only and value(stack.boundaries[0].node).dim() >= 4:
             return Reason.UNSUPPORTED, f"{self.mixer} needs features in the last dimension; use mixer=hc"
-        found = links(flow, stack)
-        last, end = found[-1].residual, stack.boundaries[-1].node
-        for link in [*found, Link(last, last.add, end, flow.between(last.add, end), [])]:
+        found = [*links(flow, stack), tail(flow, stack)]
+        for link in found:
             text = obstacle(flow, link)
             if text is not None:
                 return Reason.NOT_ROWWISE, text
@@ -113,8 +112,9 @@ class HyperConnections(Pass):
     def apply(self, program: Program, plan: PassPlan, editor: Editor) -> None:
         """Replace the adds of each planned stack by stream reads and writes."""
         chosen = {(s.detail["stack"], s.detail["number"]): s.detail for s in plan.sites or ()}
+        sites = find(program)  # once: labels of stacks with one name are numbered, and a rewritten one may move
         for order, label in enumerate(dict.fromkeys(key[0] for key in chosen)):
-            stack = find(program).stack(label)
+            stack = sites.stack(label)
             details = {number: d for (name, number), d in chosen.items() if name == label}
             _Spine(self, editor, program, stack, details, f"{order}").build()
 
@@ -135,7 +135,13 @@ class HyperConnections(Pass):
         if self.init not in ("mean", "replicate") and parts[-1] in ("read", "reduce"):
             return "reads of equal streams get a gradient only when writes have separated the streams"
         if self.init == "replicate":
-            return "equal streams stay equal: replicate is for goldens, train from rotate or mean"
+            return "equal streams stay equal"
+        return None
+
+    def caveat(self) -> str | None:
+        """``replicate`` starts with equal streams and equal gradients, so they stay equal under training."""
+        if self.init == "replicate":
+            return "symmetric trap: equal streams stay equal; replicate is for goldens, train from rotate or mean"
         return None
 
 

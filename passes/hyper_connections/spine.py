@@ -47,6 +47,12 @@ def links(flow: Dataflow, stack: Stack) -> list[Link]:
     return found
 
 
+def tail(flow: Dataflow, stack: Stack) -> Link:
+    """What the last block still does to the stream behind its last add, as a link without a residual of its own."""
+    last, end = stack.blocks[-1].residuals[-1], stack.boundaries[-1].node
+    return Link(last, last.add, end, flow.between(last.add, end), [])
+
+
 def _scale(flow: Dataflow, residual: Residual) -> list[fx.Node]:
     if not residual.skip_scaled:
         return []
@@ -65,6 +71,8 @@ def _scale(flow: Dataflow, residual: Residual) -> list[fx.Node]:
 
 def obstacle(flow: Dataflow, link: Link) -> str | None:
     """Why the path cannot be applied to several streams at once, or None."""
+    if link.skip is not link.start and not flow.reaches(link.start, link.skip):
+        return f"`{link.residual.add.name}` adds to an earlier value of the stream"
     for node in [*link.path, *link.scale]:
         name, val = op_name(node), value(node)
         others = [

@@ -81,7 +81,7 @@ MODELS = (
         causal_lm("Jamba", batched_experts, **JAMBA),
         23,
         {"ssm": 2, "attn": 2, "mlp": 2, "moe": 2},
-        (),
+        (4,),
         other=same_time_ids,
         note=f"Mamba with MLP and attention with MoE alternate; {UNROLLED}",
     ),
