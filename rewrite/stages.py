@@ -28,7 +28,10 @@ def find_stages(flow: Dataflow, graph: fx.Graph) -> list[Stack]:
     if len(candidates) < 2:
         return []
     rank = value(candidates[0]).dim()
+    flat = next((n for n in candidates if value(n).dim() != rank), None)
     candidates = [n for n in candidates if value(n).dim() == rank]
+    if flat is not None and (last := _before_flattening(flow, cuts, candidates[-1], flat)) is not None:
+        candidates.append(last)
     if rank > 2 and len({_resolution(n) for n in candidates}) > 1:
         candidates = _at_changes(flow, sources[0], candidates)
     if not candidates:
@@ -47,6 +50,13 @@ def _before_weights(flow: Dataflow, cuts: list[fx.Node]) -> list[fx.Node]:
         if seen_weight and flow.reaches_by_weight(here, after) and not here.op == "placeholder":
             found.append(here)
     return found
+
+
+def _before_flattening(flow: Dataflow, cuts: list[fx.Node], last: fx.Node, flat: fx.Node) -> fx.Node | None:
+    """Where the last stage ends: the last value like ``last`` on the way to ``flat``, which a classifier reads."""
+    between = cuts[cuts.index(last) + 1 : cuts.index(flat)] if last in cuts and flow.reaches(last, flat) else []
+    alike = [n for n in between if (v := value(n)) is not None and v.dim() == value(last).dim()]
+    return alike[-1] if alike and flow.reaches_by_weight(last, alike[-1]) else None
 
 
 def _at_changes(flow: Dataflow, source: fx.Node, candidates: list[fx.Node]) -> list[fx.Node]:

@@ -194,7 +194,6 @@ def test_a_model_without_residuals_has_stages_between_cut_vertices(stages):
     assert len({block.address for block in stages.blocks}) == 3, "an address names two stages"
 
 
-@pytest.mark.xfail(strict=True, reason="after its first convolution, since what the classifier reads is no image")
 def test_the_last_stage_ends_where_the_classifier_begins(stages):
     assert convolutions(stages.blocks[-1]) == 2
 
