@@ -1,7 +1,10 @@
 """Custom operators ``torch.ops.hcx.*``: importing this package registers them."""
 
 if __name__ == "hcx.kernels":
-    from .streams import DEFINITIONS as DEFINITIONS
+    from .maps import DEFINITIONS as _MAPS
+    from .streams import DEFINITIONS as _STREAMS
+
+    DEFINITIONS = _STREAMS | _MAPS
 
     __all__ = ["DEFINITIONS"]
 else:

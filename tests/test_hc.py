@@ -15,6 +15,7 @@ from hcx.rewrite import Plan, PlanError, UsageError, load, trace
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from tests import mixers_by_hand
 from tests.test_composition import FAR, NEAR, Branch, Run, causal, distance, llama, randomise, same, t5, traced, vit
 
 # ---- two more models taken apart, as in test_composition
@@ -59,21 +60,18 @@ def plain(blocks: list[list[Branch]], x: torch.Tensor, head: Callable) -> torch.
 class ByHand:
     """Runs stacks with the coefficients of a rewritten Program, ``removed`` residuals plain; keeps the streams."""
 
-    def __init__(self, program, removed: tuple[int, ...] = (), mult: int = 4):
-        self.values = {n: p.detach() for n, p in program.named_parameters() if n in program.origin}
-        self.removed, self.mult, self.stack = removed, mult, 0
+    def __init__(self, program, removed: tuple[int, ...] = (), mult: int = 4, mixer: str = "hc"):
+        self.values = {n: p.detach() for n, p in program.named_tensors() if n in program.origin}
+        self.removed, self.mult, self.mixer, self.stack = removed, mult, mixer, 0
         self.seen: list[list[torch.Tensor]] = []
 
     def __call__(self, blocks: list[list[Branch]], x: torch.Tensor, head: Callable) -> torch.Tensor:
         prefix, n = f"hcx.hc_0.{self.stack}", self.mult
         streams = [self.values[f"{prefix}.expand"][i] * x for i in range(n)]
         for number, (branch, after) in enumerate(r for b in blocks for r in b):
-            read, mix, write = self.coefficients(f"{prefix}.{number}", number, streams)
+            read, mix, write = self.coefficients(f"{prefix}.{number}.", number, torch.stack(streams))
             update = branch(sum(read[i] * streams[i] for i in range(n)))
-            streams = [
-                after(sum(mix[i][j] * streams[j] for j in range(n) if mix[i][j] != 0) + write[i] * update)
-                for i in range(n)
-            ]
+            streams = [after(sum(mix[i][j] * streams[j] for j in range(n)) + write[i] * update) for i in range(n)]
             self.seen.append(streams)
         self.stack += 1
         return head(self.reduced(streams, prefix))
@@ -81,21 +79,18 @@ class ByHand:
     def reduced(self, streams: list[torch.Tensor], prefix: str = "hcx.hc_0.0") -> torch.Tensor:
         return sum(self.values[f"{prefix}.reduce"][i] * s for i, s in enumerate(streams))
 
-    def coefficients(self, site: str, number: int, streams: list[torch.Tensor]):
+    def coefficients(self, site: str, number: int, streams: torch.Tensor):
         n = self.mult
-        unit = torch.eye(n)
         if number in self.removed:
-            return [1 / n] * n, unit, [1.0] * n
-        if f"{site}.mix" in self.values:
-            return self.values[f"{site}.read"], self.values[f"{site}.mix"], self.values[f"{site}.write"]
-        flat = torch.cat(streams, -1)
-        flat = flat / (flat.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt()
-
-        def gates(name: str) -> list[torch.Tensor]:
-            phi, a, bias = (self.values[f"{site}.{name}.{k}"] for k in ("weight", "scale", "bias"))
-            return [torch.sigmoid(a * (flat * phi[i]).sum(-1, keepdim=True) + bias[i]) for i in range(n)]
-
-        return gates("read"), unit, [2 * g for g in gates("write")]
+            return [1 / n] * n, torch.eye(n), [1.0] * n
+        if self.mixer == "hc":  # also where features are not in the last dimension
+            return tuple(self.values[site + k] for k in ("read", "mix", "write"))
+        values = {k.removeprefix(site): v.double() for k, v in self.values.items() if k.startswith(site)}
+        rows = streams.double().reshape(n, -1, streams.shape[-1]).unbind(1)
+        each = zip(*(mixers_by_hand.coefficients(self.mixer, values, row) for row in rows), strict=True)
+        shape = streams.shape[1:-1]
+        read, mix, write = (torch.stack(c, -1).to(streams.dtype) for c in each)
+        return read.reshape(n, *shape, 1), mix.reshape(n, n, *shape, 1), write.reshape(n, *shape, 1)
 
 
 # ---- away from neutral
@@ -108,16 +103,34 @@ def test_the_model_taken_apart_is_the_model(name):
         assert distance(NETS[name](model, *args, plain), model(*args)) <= 1e-5
 
 
-@pytest.mark.parametrize("mixer", ["hc", "ihc"])
+MIXERS = ["hc", "hc,dynamic=true", "ihc", "mhc", "mhc_lite", "ohc", "shc", "jpmhc"]
+MANIFOLDS = ["jpmhc,manifold=bistochastic", "jpmhc,manifold=grassmann", "jpmhc,manifold=grassmann,rank=3"]
+FEWER = [("ohc", 2), ("ohc", 3), ("shc", 2), ("shc", 3), ("mhc", 3), ("mhc_lite", 3), ("jpmhc", 2), ("jpmhc", 3)]
+
+
+@pytest.mark.parametrize(("mixer", "mult"), [*((m, 4) for m in MANIFOLDS), *FEWER])
+def test_other_manifolds_and_numbers_of_streams_by_hand(mixer, mult):
+    model, args, program = traced("llama")
+    new = program.rewrite(f"hc{{mixer={mixer},mult={mult}}}", check=False)
+    randomise(new)
+    with torch.no_grad():
+        got, expected = new(*args), llama(model, *args, ByHand(new, mult=mult, mixer=mixer))
+    assert distance(got, expected) <= NEAR and distance(got, model(*args)) > FAR
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
 @pytest.mark.parametrize("name", NETS)
 def test_random_coefficients_equal_streams_by_hand(name, mixer):
     model, args, program = traced(name)
     new = program.rewrite(f"hc{{mixer={mixer}}}", check=False)
     randomise(new)
+    with torch.no_grad():  # ungated logits of a standard deviation near 1
+        for parameter in (p for n, p in new.named_parameters() if mixer == "jpmhc" and n.endswith(".phi")):
+            parameter.mul_(0.3)
     shapes = [args, tuple(torch.cat([a, a.flip(0)[:1]])[:, : a.shape[1] if name == "vit" else -2] for a in args)]
     for inputs in shapes:
         with torch.no_grad():
-            got, original, expected = new(*inputs), model(*inputs), NETS[name](model, *inputs, ByHand(new))
+            got, original, expected = new(*inputs), model(*inputs), NETS[name](model, *inputs, ByHand(new, mixer=mixer))
         assert distance(got, expected) <= NEAR and distance(got, original) > FAR
 
 
@@ -276,7 +289,7 @@ def test_a_site_taken_out_of_the_plan_stays_a_plain_residual(removed, mixer):
     assert not any(n.startswith(f"hcx.hc_0.0.{i}.") for n in new.new_parameters() for i in removed)
     randomise(new)
     with torch.no_grad():
-        got, expected = new(*args), llama(model, *args, ByHand(new, removed))
+        got, expected = new(*args), llama(model, *args, ByHand(new, removed, mixer=mixer))
         assert distance(got, expected) <= NEAR and distance(got, model(*args)) > FAR
 
 

@@ -22,8 +22,9 @@ from hcx.rewrite.program import Program
 from hcx.rewrite.sites import Stack
 from torch import fx
 
-from .inits import expand_start, reduce_start, site_start
+from .inits import expand_start, is_power_of_two, reduce_start, site_start
 from .mixers import MIXERS, Coefficients
+from .mixers import Site as SiteOf
 from .spine import Link, is_post_norm, links, obstacle, tail
 
 OPS = torch.ops.hcx
@@ -34,29 +35,68 @@ class HyperConnections(Pass):
     """Carry every residual stream as ``mult`` streams.
 
     Args:
-        mixer: ``hc`` (static reads, mixes and writes) or ``ihc`` (identity mix, dynamic reads and writes).
+        mixer: ``hc`` (free coefficients), ``ihc`` (identity mix), ``mhc`` (Sinkhorn), ``mhc_lite`` (permutations),
+            ``ohc`` (rotations), ``shc`` (spectral sphere), ``jpmhc`` (bistochastic, Cayley or Grassmann).
         mult: number of streams n.
         init: ``mean`` keeps the mean over streams and lets them differ from the start; ``rotate`` keeps them equal with
-            reads that differ (all that post-norm allows); ``replicate`` is bitwise, for goldens; None chooses.
+            reads that differ (all that post-norm allows); ``replicate`` is bitwise where the mix starts at the
+            identity, for goldens; ``transport`` keeps another functional, so that everything has a gradient at once;
+            None chooses.
+        dynamic: ``hc`` alone: coefficients also depend on the streams, per position; the other mixers always do.
+        sinkhorn_iters: steps of ``mhc`` and of ``jpmhc{manifold=bistochastic}``.
+        eps: inside the root of the rms of dynamic coefficients.
+        gradient: of those steps: ``exact``, or ``implicit`` for the gradient of their limit (``mhc``).
+        manifold: of ``jpmhc``.
+        rank: of ``jpmhc{manifold=grassmann}``; default: half of n.
         stack: label of the stack to rewrite; default: all.
     """
 
     name: ClassVar[str] = "hc"
     rank: ClassVar[int | None] = 10
 
-    mixer: Literal["hc", "ihc"] = "hc"
+    mixer: Literal["hc", "ihc", "mhc", "mhc_lite", "ohc", "shc", "jpmhc"] = "hc"
     mult: int = 4
-    init: Literal["mean", "rotate", "replicate"] | None = None
+    init: Literal["mean", "rotate", "replicate", "transport"] | None = None
+    dynamic: bool = False
+    sinkhorn_iters: int = 20
+    eps: float = 1e-6
+    gradient: Literal["exact", "implicit"] = "exact"
+    manifold: Literal["bistochastic", "cayley", "grassmann"] = "cayley"
+    rank: int | None = None
     stack: str | None = None
 
     def __post_init__(self) -> None:
         if self.mult < 2:
             raise UsageError(f"hc{{mult={self.mult}}}: at least two streams are needed", where="mult")
-        if self.mixer == "ihc" and self.init == "replicate" and self.mult & (self.mult - 1):
+        system = MIXERS[self.mixer]
+        if system.numbers is not None and self.mult not in system.numbers:
             raise UsageError(
-                "ihc reads through a sigmoid, which cannot read one stream alone; replicate needs mult to be a power of two",
+                f"{self.mixer} is made for {', '.join(map(str, system.numbers))} streams, not {self.mult}",
+                where="mult",
+                hint="it mixes all permutations of the streams; use mhc, ohc or shc for more",
+            )
+        if self.mixer != "hc" and self.init == "replicate" and not is_power_of_two(self.mult):
+            raise UsageError(
+                f"{self.mixer} cannot read one stream alone, and 1/{self.mult} is rounded; replicate needs mult to be a "
+                "power of two",
                 where="init",
             )
+        if self.init == "transport" and not system.starts_at_identity(self):
+            raise UsageError(
+                f"transport needs a mix that starts at the identity; that of {self.mixer} does not", where="init",
+                hint="use init=mean",
+            )  # fmt: skip
+        if self.dynamic and self.mixer != "hc":
+            raise UsageError(f"{self.mixer} is always dynamic; `dynamic` belongs to mixer=hc", where="dynamic")
+        if self.sinkhorn_iters < 1:
+            raise UsageError("at least one Sinkhorn step is needed", where="sinkhorn_iters")
+        if self.rank is not None and not 1 <= self.rank < self.mult:
+            raise UsageError(f"rank {self.rank}: must be 1 to {self.mult - 1}", where="rank")
+
+    @property
+    def projector_rank(self) -> int:
+        """Rank of a Grassmann mix."""
+        return self.rank or max(1, self.mult // 2)
 
     def plan(self, program: Program) -> PassPlan:
         """One site a residual; whole stacks are skipped where the stream does not act row by row."""
@@ -98,15 +138,15 @@ class HyperConnections(Pass):
         shapes = {tuple(str(s) for s in value(b.node).shape) for b in stack.boundaries}
         if len(shapes) > 1:
             return Reason.WIDTH_CHANGES, "the stream changes its shape on the way"
-        if MIXERS[self.mixer].channels_last_only and value(stack.boundaries[0].node).dim() >= 4:
-            return Reason.UNSUPPORTED, f"{self.mixer} needs features in the last dimension; use mixer=hc"
+        if (MIXERS[self.mixer].channels_last_only or self.dynamic) and value(stack.boundaries[0].node).dim() >= 4:
+            return Reason.UNSUPPORTED, f"{self.mixer} needs features in the last dimension; use mixer=hc, not dynamic"
         found = [*links(flow, stack), tail(flow, stack)]
         for link in found:
             text = obstacle(flow, link)
             if text is not None:
                 return Reason.NOT_ROWWISE, text
-        if self.init == "mean" and is_post_norm(found):
-            return Reason.UNSUPPORTED, "init=mean is not exact on a post-norm stream; use rotate or replicate"
+        if self.init in ("mean", "transport") and is_post_norm(found):
+            return Reason.UNSUPPORTED, f"init={self.init} is not exact on a post-norm stream; use rotate or replicate"
         return None
 
     def apply(self, program: Program, plan: PassPlan, editor: Editor) -> None:
@@ -121,19 +161,23 @@ class HyperConnections(Pass):
     def preserves(self, program: Program, plan: PassPlan) -> Contract:
         """Bitwise for ``replicate``; else each site rounds once more, and the branches behind it carry that on."""
         sites = plan.sites or ()
-        if all(s.detail["init"] == "replicate" for s in sites):
+        system = MIXERS[self.mixer]
+        exact = system.starts_at_identity(self) and (self.mixer == "hc" or system.reads_exactly(self.mult))
+        if exact and all(s.detail["init"] == "replicate" for s in sites):
             return Exact()
         return Rounding(ROUNDING_PER_SITE * sqrt(len(sites)))
 
     def inert(self, name: str) -> str | None:
         """Starts that keep all streams parallel leave some coefficients without a gradient."""
         parts = name.split(".")
-        if parts[1] == "0" and parts[2] == "read":
+        if len(parts) > 2 and parts[1] == "0" and parts[2].startswith("read"):
             return "before the first write all streams are multiples of one vector, and the branch's norm removes its scale"
-        if self.mixer == "ihc" and "read" in parts:
+        if self.mixer != "hc" and len(parts) > 2 and parts[2].startswith("read"):
             return "reads start behind a gate of 0.01, and the branch's norm removes their common scale"
-        if self.init not in ("mean", "replicate") and parts[-1] in ("read", "reduce"):
+        if self.init not in ("mean", "replicate", "transport") and parts[-1] in ("read", "reduce"):
             return "reads of equal streams get a gradient only when writes have separated the streams"
+        if len(parts) > 2 and (reason := MIXERS[self.mixer].inert(parts[2:], self.init or "mean")):
+            return reason
         if self.init == "replicate":
             return "equal streams stay equal"
         return None
@@ -240,7 +284,7 @@ class _Spine:
         with self.editor.after(streams, role="coefficients", site=number):
             site = f"{self.prefix}.{number}"
             return MIXERS[self.step.mixer].insert(
-                self.editor, site, streams, site_start(self.init, n, number), self.dtype
+                SiteOf(self.editor, site, streams, site_start(self.init, n, number), self.dtype, self.step)
             )
 
     def _constant(self, tensor: torch.Tensor) -> fx.Node:

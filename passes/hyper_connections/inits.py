@@ -2,6 +2,7 @@
 
 A rewritten stream carries ``X_l`` with the invariants of the methods note, section 0.1:
 R (replicated): all streams equal, ``H 1 = 1``, ``b = 1``, ``sum p = sum r = 1``;
+W (transported, at mixes that are the identity): ``w . e = 1``, ``p = r = w``, ``w . b = 1``;
 M (mean): ``sum e = n``, column sums of H are 1, ``sum b = n``, ``p = r = 1/n``.
 With equal streams and equal rows every stream keeps getting the same gradient ("symmetric trap"), so R starts are for
 goldens unless the reads differ.
@@ -23,6 +24,12 @@ class Start:
     write: torch.Tensor
 
 
+def functional(n: int) -> torch.Tensor:
+    """w of a transported start: ``w . X`` is the plain stream at every site while mixes are the identity; sums to 1."""
+    weights = torch.arange(n, 0, -1, dtype=torch.float64)
+    return weights / weights.sum()
+
+
 def is_power_of_two(n: int) -> bool:
     """Whether 1/n is exact in binary."""
     return n & (n - 1) == 0
@@ -30,6 +37,9 @@ def is_power_of_two(n: int) -> bool:
 
 def expand_start(init: str, n: int) -> torch.Tensor:
     """How the first value enters the streams."""
+    if init == "transport":
+        entry = expand_start("mean", n).double()
+        return (entry / (functional(n) @ entry)).float()
     if init != "mean":
         return torch.ones(n)
     return torch.tensor([1.3, 1.1, 0.9, 0.7]) if n == 4 else torch.linspace(1.3, 0.7, n)
@@ -37,6 +47,8 @@ def expand_start(init: str, n: int) -> torch.Tensor:
 
 def reduce_start(init: str, n: int) -> torch.Tensor:
     """How the streams become one value again."""
+    if init == "transport":
+        return functional(n).float()
     if init == "replicate" and not is_power_of_two(n):  # the mean of equal values would be rounded
         return torch.nn.functional.one_hot(torch.tensor(0), n).float()
     return torch.full((n,), 1.0 / n)
@@ -46,7 +58,8 @@ def site_start(init: str, n: int, number: int) -> Start:
     """Read and write coefficients of residual ``number`` of a stack.
 
     Args:
-        init: ``replicate`` (bitwise), ``rotate`` (R with reads that differ), ``mean`` (M, streams that differ).
+        init: ``replicate`` (bitwise), ``rotate`` (R with reads that differ), ``mean`` (M, streams that differ),
+            ``transport`` (W: another functional than the mean; everything has a gradient at once).
         n: number of streams.
     """
     if init == "replicate":
@@ -57,5 +70,11 @@ def site_start(init: str, n: int, number: int) -> Start:
         read = torch.full((n,), 0.45 / (n - 1))
         read[0] = 0.55
         return Start(read.roll(number % n), torch.ones(n))
+    if init == "transport":
+        w = functional(n)
+        basis = torch.linalg.qr(torch.stack([torch.ones(n, dtype=torch.float64), w], 1)).Q
+        change = site_start("mean", n, number).write.double() - 1
+        change = change - basis @ (basis.T @ change)  # sum b = n and w . b = 1 both stay
+        return Start(w.float(), (1 + change).float())
     pattern = [0.4, -0.1, -0.4, 0.1] if n == 4 else [0.4 * math.cos(2 * math.pi * i / n) for i in range(n)]
     return Start(torch.full((n,), 1.0 / n), 1 + torch.tensor(pattern).roll(number % n))

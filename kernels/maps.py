@@ -1,0 +1,290 @@
+"""``torch.ops.hcx.*``: maps from logits to the n x n matrix that mixes streams.
+
+Logits and matrices carry the positions behind: ``[k, ...]`` in, ``[n, n, ...]`` out, ``H[i, j]`` the weight from stream j
+to stream i. All maps are exact closed forms or fixed numbers of steps, in float32 or better, without solves (they export).
+Sources: methods note on hyper-connections, sections 1.2 to 1.8.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from functools import cache
+
+import torch
+
+_LIBRARY = torch.library.Library("hcx", "FRAGMENT")
+_LIBRARY.define("stream_head(Tensor streams, Tensor weight, float eps) -> Tensor")
+_LIBRARY.define("sinkhorn(Tensor logits, int steps, bool implicit) -> Tensor")
+_LIBRARY.define("permutation_mix(Tensor logits, int n) -> Tensor")
+_LIBRARY.define("rotation(Tensor logits, int n) -> Tensor")
+_LIBRARY.define("cayley(Tensor logits, float alpha) -> Tensor")
+_LIBRARY.define("spectral_mix(Tensor left, Tensor right, Tensor middle, int n) -> Tensor")
+_LIBRARY.define("pinned_projector(Tensor basis) -> Tensor")
+
+
+def stream_head(streams: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """``z phi^T`` with ``z = vec(X) / rms(vec(X))`` at each position: ``[n, ..., C] -> [k, ...]``.
+
+    Args:
+        weight: phi, ``[k, n C]``, streams first. The division comes after the product, which needs no copy of X.
+    """
+    n, width = streams.shape[0], streams.shape[-1]
+    precise = streams.to(torch.float64 if torch.float64 in (streams.dtype, weight.dtype) else torch.float32)
+    flat = precise.reshape(n, -1, width)
+    phi = weight.to(flat.dtype).reshape(weight.shape[0], n, width).permute(1, 2, 0)
+    products = torch.bmm(flat, phi).sum(0)
+    scale = torch.rsqrt(flat.square().sum((0, 2)) / (n * width) + eps)
+    return (products * scale.unsqueeze(-1)).t().reshape([weight.shape[0], *streams.shape[1:-1]])
+
+
+def sinkhorn(logits: torch.Tensor, steps: int, implicit: bool = False) -> torch.Tensor:
+    """Sinkhorn-Knopp: exp, then ``steps`` times columns and rows scaled to sum 1, rows last. ``[n, n, ...]``.
+
+    Args:
+        implicit: gradient of the limit (the doubly stochastic matrix) instead of the exact one of the steps.
+    """
+    return _Implicit.apply(logits, steps) if implicit else _scaled(logits, steps)
+
+
+def _scaled(logits: torch.Tensor, steps: int) -> torch.Tensor:
+    # only a shift of columns is neutral, since columns are scaled first
+    logits = logits.clamp(-30.0, 30.0)
+    kernel = torch.exp(logits - logits.amax(0, keepdim=True))
+    rows = torch.ones_like(kernel[:, 0])
+    columns = rows
+    for _ in range(steps):
+        columns = 1.0 / (kernel * rows.unsqueeze(1)).sum(0)
+        rows = 1.0 / (kernel * columns.unsqueeze(0)).sum(1)
+    return rows.unsqueeze(1) * kernel * columns.unsqueeze(0)
+
+
+class _Implicit(torch.autograd.Function):
+    """Backward of the limit: with A = P * G, dL/dZ = A - u P - v P where ``u + P v = A 1`` and ``P^T u + v = A^T 1``."""
+
+    @staticmethod
+    def forward(ctx, logits: torch.Tensor, steps: int) -> torch.Tensor:
+        mixed = _scaled(logits, steps)
+        ctx.save_for_backward(mixed)
+        return mixed
+
+    @staticmethod
+    def backward(ctx, gradient: torch.Tensor):
+        (mixed,) = ctx.saved_tensors
+        n = mixed.shape[0]
+        p = mixed.movedim((0, 1), (-2, -1)).double()
+        a = p * gradient.movedim((0, 1), (-2, -1)).double()
+        rows, columns = a.sum(-1, keepdim=True), a.sum(-2).unsqueeze(-1)
+        # singular along u = -v = 1, which changes nothing: pinned by 11^T / n
+        system = (
+            (1 + 1e-7) * torch.eye(n, dtype=p.dtype, device=p.device) - p @ p.mT + torch.ones_like(p[..., :1, :1]) / n
+        )
+        u = torch.linalg.solve(system, rows - p @ columns)
+        v = columns - p.mT @ u
+        result = a - u * p - v.mT * p
+        return result.movedim((-2, -1), (0, 1)).to(gradient.dtype), None
+
+
+@cache
+def permutations(n: int) -> tuple[tuple[int, ...], ...]:
+    """All permutations of n streams, the identity first."""
+    return tuple(itertools.permutations(range(n)))
+
+
+@cache
+def _permutation_table(n: int) -> tuple[tuple[float, ...], ...]:
+    """Entry ``[n i + j, k]`` is 1 where permutation k sends stream j to stream i."""
+    rows = itertools.product(range(n), repeat=2)
+    return tuple(tuple(float(order[i] == j) for order in permutations(n)) for i, j in rows)
+
+
+def permutation_mix(logits: torch.Tensor, n: int) -> torch.Tensor:
+    """``sum_k softmax(l)_k P_k`` over all permutation matrices: ``[n!, ...] -> [n, n, ...]``."""
+    weights = torch.softmax(logits, 0)
+    table = torch.tensor(_permutation_table(n), dtype=logits.dtype, device=logits.device)
+    return (table @ weights.reshape(weights.shape[0], -1)).reshape([n, n, *logits.shape[1:]])
+
+
+def logits_of_rotation(n: int) -> int:
+    """How many logits :func:`rotation` takes."""
+    return {2: 1, 3: 4, 4: 8}.get(n, n * (n - 1) // 2)
+
+
+def rotation(logits: torch.Tensor, n: int) -> torch.Tensor:
+    """A rotation in SO(n); zero logits give the identity bit for bit.
+
+    n=2: an angle. n=3: ``x -> q x conj(q)``. n=4: ``x -> q x conj(r)`` with two unit quaternions, all of SO(4). More: the
+    Cayley transform of a skew matrix.
+    """
+    if n == 2:
+        cos, sin = torch.cos(logits[0]), torch.sin(logits[0])
+        return _matrix([[cos, -sin], [sin, cos]])
+    if n == 3:
+        w, x, y, z = _unit(logits)
+        return _matrix(
+            [
+                [w * w + x * x - y * y - z * z, 2 * (x * y - w * z), 2 * (x * z + w * y)],
+                [2 * (x * y + w * z), w * w - x * x + y * y - z * z, 2 * (y * z - w * x)],
+                [2 * (x * z - w * y), 2 * (y * z + w * x), w * w - x * x - y * y + z * z],
+            ]
+        )
+    if n == 4:
+        products = _unit(logits[:4]).unsqueeze(1) * _unit(logits[4:]).unsqueeze(0)
+        flat = products.reshape(16, -1)
+        table = torch.tensor(_quaternion_table(), dtype=flat.dtype, device=flat.device)
+        return (table @ flat).reshape([4, 4, *logits.shape[1:]])
+    return _solved(_skew(logits, n))
+
+
+def _unit(logits: torch.Tensor) -> torch.Tensor:
+    """``(1 + l0, l1, l2, l3)`` at length 1; no epsilon, which would move the identity."""
+    vector = torch.cat([logits[:1] + 1.0, logits[1:]])
+    square = vector.square().sum(0, keepdim=True)
+    return vector * torch.rsqrt(torch.where(square > 1e-12, square, torch.ones_like(square)))
+
+
+@cache
+def _quaternion_table() -> tuple[tuple[int, ...], ...]:
+    """``vec(H) = T vec(q r^T)``: entries 0, 1 and -1, ``[16, 16]``."""
+    table = [[0] * 16 for _ in range(16)]
+    for a, b, axis in itertools.product(range(4), repeat=3):
+        first, sign = _times(a, axis)  # column `axis` of H is q e conj(r)
+        result, second = _times(first, b)
+        table[4 * result + axis][4 * a + b] += sign * second * (1 if b == 0 else -1)
+    return tuple(map(tuple, table))
+
+
+def _times(a: int, b: int) -> tuple[int, int]:
+    """Product of two quaternion units 1, i, j, k: unit and sign."""
+    if a == 0 or b == 0:
+        return a + b, 1
+    if a == b:
+        return 0, -1
+    return 6 - a - b, 1 if (b - a) % 3 == 1 else -1
+
+
+def _matrix(rows: list[list[torch.Tensor]]) -> torch.Tensor:
+    return torch.stack([torch.stack(row) for row in rows])
+
+
+def _skew(logits: torch.Tensor, n: int) -> torch.Tensor:
+    """Skew matrix of the logits above its diagonal, row by row: ``[n(n-1)/2, ...] -> [n, n, ...]``."""
+    zero = torch.zeros_like(logits[0])
+    number = {pair: k for k, pair in enumerate(itertools.combinations(range(n), 2))}
+    return _matrix(
+        [
+            [
+                zero if i == j else logits[number[i, j]] if i < j else -logits[number[j, i]]
+                for j in range(n)
+            ]
+            for i in range(n)
+        ]
+    )  # fmt: skip
+
+
+def cayley(logits: torch.Tensor, alpha: float) -> torch.Tensor:
+    """``(I + A)^-1 (I - A)`` with ``A = -(alpha / 2) (L - L^T)``: orthogonal, det 1; ``[n, n, ...]``.
+
+    Closed form at n = 4 and below, so that nothing is solved in an exported graph.
+    """
+    skew = (logits - logits.transpose(0, 1)) * (-alpha / 2)
+    n = logits.shape[0]
+    if n == 4:
+        return _cayley_4(skew)
+    if n == 3:
+        return _cayley_3(skew)
+    if n == 2:
+        t = skew[0, 1]
+        scale = 1.0 / (1.0 + t * t)
+        return _matrix([[(1 - t * t) * scale, -2 * t * scale], [2 * t * scale, (1 - t * t) * scale]])
+    return _solved(skew)
+
+
+def _identity_like(matrix: torch.Tensor) -> torch.Tensor:
+    n = matrix.shape[0]
+    eye = torch.eye(n, dtype=matrix.dtype, device=matrix.device)
+    return eye.reshape([n, n] + [1] * (matrix.dim() - 2))
+
+
+def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return (a.unsqueeze(2) * b.unsqueeze(0)).sum(1)
+
+
+def _cayley_4(a: torch.Tensor) -> torch.Tensor:
+    square = _product(a, a)
+    t = a.square().sum((0, 1)) / 2
+    pfaffian = a[0, 1] * a[2, 3] - a[0, 2] * a[1, 3] + a[0, 3] * a[1, 2]
+    eye = _identity_like(a)
+    first = eye - 2 * a + square
+    return _product(first, (1 + t) * eye + square) / (1 + t + pfaffian.square())
+
+
+def _cayley_3(a: torch.Tensor) -> torch.Tensor:
+    square = _product(a, a)
+    return _identity_like(a) + 2 * (square - a) / (1 + a.square().sum((0, 1)) / 2)
+
+
+def _solved(skew: torch.Tensor) -> torch.Tensor:
+    a = skew.movedim((0, 1), (-2, -1))
+    eye = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
+    return torch.linalg.solve(eye + a, eye - a).movedim((-2, -1), (0, 1))
+
+
+@cache
+def helmert(n: int) -> tuple[tuple[float, ...], ...]:
+    """Orthonormal columns orthogonal to the ones, ``[n, n - 1]``."""
+    columns = []
+    for i in range(1, n):
+        scale = 1.0 / math.sqrt(i * (i + 1))
+        columns.append([scale] * i + [-i * scale] + [0.0] * (n - i - 1))
+    return tuple(zip(*columns, strict=True))
+
+
+def spectral_mix(left: torch.Tensor, right: torch.Tensor, middle: torch.Tensor, n: int) -> torch.Tensor:
+    """``J + Z U diag(tanh s) V^T Z^T``: rows and columns sum to 1 for all logits, largest singular value 1.
+
+    Args:
+        left, right: entries of the skew matrices behind U and V, ``[m(m-1)/2, ...]`` with m = n - 1.
+        middle: s, ``[m, ...]``.
+    """
+    m = n - 1
+    basis = torch.tensor(helmert(n), dtype=middle.dtype, device=middle.device).reshape(
+        [n, m] + [1] * (middle.dim() - 1)
+    )
+    values = torch.tanh(middle)
+    if m == 1:
+        core = values.unsqueeze(0)
+    else:
+        u, v = (_turn(x, m) for x in (left, right))
+        core = _product(u * values.unsqueeze(0), v.transpose(0, 1))
+    return 1.0 / n + _product(_product(basis, core), basis.transpose(0, 1))
+
+
+def _turn(logits: torch.Tensor, m: int) -> torch.Tensor:
+    skew = _skew(logits, m)
+    return cayley(skew, -1.0)  # L - L^T doubles a skew L, alpha = -1 takes the half of that
+
+
+def pinned_projector(basis: torch.Tensor) -> torch.Tensor:
+    """Projector ``U U^T`` on the ones and ``basis``'s span in their complement; static, ``[n - 1, p - 1] -> [n, n]``."""
+    n = basis.shape[0] + 1
+    z = torch.tensor(helmert(n), dtype=basis.dtype, device=basis.device)
+    ones = torch.full((n, n), 1.0 / n, dtype=basis.dtype, device=basis.device)
+    if basis.shape[1] == 0:
+        return ones
+    q, r = torch.linalg.qr(basis)
+    u = z @ (q * torch.sign(torch.where(r.diagonal() == 0, 1.0, r.diagonal())))
+    return ones + u @ u.t()
+
+
+DEFINITIONS = {
+    "stream_head": stream_head,
+    "sinkhorn": sinkhorn,
+    "permutation_mix": permutation_mix,
+    "rotation": rotation,
+    "cayley": cayley,
+    "spectral_mix": spectral_mix,
+    "pinned_projector": pinned_projector,
+}
+for _name, _function in DEFINITIONS.items():
+    _LIBRARY.impl(_name, _function, "CompositeImplicitAutograd")

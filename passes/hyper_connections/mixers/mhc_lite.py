@@ -1,0 +1,28 @@
+"""mHC-lite: mixtures of all permutations, doubly stochastic without iterations. Source: methods note, section 1.3."""
+
+from __future__ import annotations
+
+from math import factorial
+
+import torch
+from torch import fx
+
+from .base import Head, Site
+from .mhc import OFF
+
+
+class MHCLite(Head):
+    """``n C (2n + n!) + 2n + n! + 3`` parameters a site, so n is at most 4."""
+
+    name = "mhc_lite"
+    numbers = (2, 3, 4)
+
+    def mix_bias(self, site: Site) -> torch.Tensor:
+        """0 for the identity, which comes first, -8 for the others."""
+        bias = torch.full((factorial(site.n),), OFF)
+        bias[0] = 0.0
+        return bias
+
+    def mix(self, site: Site, logits: fx.Node) -> fx.Node:
+        """Softmax over permutations."""
+        return site.editor.call(torch.ops.hcx.permutation_mix.default, logits, site.n)
