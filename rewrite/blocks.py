@@ -58,9 +58,14 @@ def _by_pattern(residuals: list[Residual], pattern: str) -> list[tuple[str, list
 
 
 def _units(groups: list[tuple[str, list[Residual]]], signatures: list[str]) -> list[tuple[str, list[Residual]]]:
-    """Join wrappers of one residual each that repeat in turns (attention, MLP, attention, ...) into blocks."""
+    """Join wrappers of one residual each that repeat in turns (attention, MLP, attention, ...) into blocks.
+
+    Turns with the same residual twice (state space, attention, state space, ...) are layers of a hybrid, not one block.
+    """
     joined, position = [], 0
     for start, end, period in repeats(signatures):
+        if len(set(signatures[start : start + period])) < period:
+            continue
         joined += groups[position:start]
         joined += [
             (groups[i][0], [r for _, members in groups[i : i + period] for r in members])
@@ -137,7 +142,11 @@ def canonical(body: list[fx.Node], entry: fx.Node) -> tuple[str, list[fx.Node]]:
             return "{" + ",".join(f"{k}={text(v)}" for k, v in argument.items()) + "}"
         return repr(argument)
 
-    for node in [*private(body, entry), *body]:
+    own = private(body, entry)
+    for node in [*own, *body]:
+        if _picks_entry(node, own):  # every block reads its own entry of a shared table: equal code
+            text(node)
+            continue
         if value(node) is None and not isinstance(node.meta.get("val"), list | tuple):
             continue
         if is_identity(node) and "dropout" not in op_name(node):
@@ -154,6 +163,13 @@ def _with_defaults(node: fx.Node) -> tuple:
     if op_name(node) != "slice":
         return node.args
     return tuple(0 if i == 2 and a is None else a for i, a in enumerate(node.args))
+
+
+def _picks_entry(node: fx.Node, own: list[fx.Node]) -> bool:
+    """Whether a private node takes one entry, by a fixed number, from a value that others read too."""
+    if node not in own or op_name(node) not in ("select", "getitem") or not isinstance(node.args[-1], int):
+        return False
+    return resolve(node.args[0]) not in own
 
 
 def residual_signature(flow: Dataflow, residual: Residual) -> str:

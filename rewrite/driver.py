@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from . import contracts
+from .collection import young_only
 from .contracts import Contract
 from .copies import copied
 from .errors import ContractError
@@ -49,7 +50,11 @@ def rewrite(
         NoMatchError: a pass found nothing, or too little.
         ContractError: a check failed; nothing is returned.
     """
-    say = progress or (lambda text: None)
+    with young_only():
+        return _rewrite(program, what, check, allow_partial, progress or (lambda text: None))
+
+
+def _rewrite(program: Program, what: Any, check: bool, allow_partial: bool, say: Progress) -> Program:
     new = fork(program)
     new._adopt(copied(new._root))  # before any pass runs: none can reach the caller's tensors
     base_print = fingerprint(program)
@@ -78,7 +83,6 @@ def rewrite(
 
     say("planning and applying")
     walk(new, what, seen)
-    new._forget_compiled()
     if checker is not None:
         say("checking the whole pipeline")
         entries[-1]["checks"] += [

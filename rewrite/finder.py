@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 
 from .blocks import canonical, find_runs, group, iteration_of, residual_signature
-from .dataflow import WRITES, Dataflow, op_name, settle, value
+from .dataflow import WRITES, Dataflow, op_name, resolve, settle, value
 from .residuals import find_residuals, hcx_tag, other_adds
 from .sites import Block, Boundary, Carrier, Residual, Sites, Stack, Streams
 from .stages import find_stages
@@ -28,7 +28,7 @@ def find_in_graph(graph: fx.Graph, caches: set[fx.Node] = frozenset()) -> Sites:
     """The same for a bare graph (values need ``meta['val']``; module stacks are optional)."""
     flow = Dataflow(graph)
     residuals = find_residuals(flow)
-    trunks = _without_inner(flow, _trunks(flow, residuals))
+    trunks = _without_inner(flow, [_without_previews(t) for t in _trunks(flow, residuals)])
     kept = [r for trunk in trunks for r in trunk]
     stacks = [_stack(flow, trunk, caches, number) for number, trunk in enumerate(trunks)]
     stacks = _main_last(flow, graph, stacks)
@@ -88,6 +88,19 @@ def _bits(mask: int):
         low = mask & -mask
         yield low.bit_length() - 1
         mask ^= low
+
+
+def _without_previews(trunk: list[Residual]) -> list[Residual]:
+    """Drop ``h + g(h)`` where the stream goes on as ``h + f(h + g(h))``: only f reads that sum, it is no new stream."""
+    streams = [resolve(r.skip) for r in trunk]
+    inside = [{n for b in r.branches for n in b.body} for r in trunk]
+    return [
+        r
+        for i, r in enumerate(trunk)
+        if not any(
+            streams[j] is streams[i] and r.add in inside[j] and r.add not in streams for j in range(i + 1, len(trunk))
+        )
+    ]
 
 
 def _without_inner(flow: Dataflow, trunks: list[list[Residual]]) -> list[list[Residual]]:

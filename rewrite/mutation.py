@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
-from .dataflow import op_name
+from .dataflow import op_name, shape
 from .errors import PlanError
 
 _SAME_TENSOR = {
@@ -44,6 +44,7 @@ def mutated(node: fx.Node) -> list[fx.Node]:
 
 def functional(graph: fx.Graph) -> None:
     """Turn in-place ops into new values where that is exact; others stay."""
+    _without_detach(graph)
     aliases = Aliases(graph)
     order = {node: index for index, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
@@ -67,6 +68,8 @@ def functional(graph: fx.Graph) -> None:
             continue
         tensors = [v.meta.get("val") for v in node.all_input_nodes if isinstance(v.meta.get("val"), torch.Tensor)]
         node.target = op
+        if op is torch.ops.aten.copy.default:
+            _differentiable_copy(graph, node, order)
         result = node
         if any(v.dtype != before.dtype for v in tensors if v.dim()):  # in place keeps the dtype
             with graph.inserting_after(node):
@@ -77,6 +80,35 @@ def functional(graph: fx.Graph) -> None:
         for other in same:
             other.replace_all_uses_with(result, delete_user_cb=lambda u, n=node: order[u] > order[n])
         aliases.fresh(node, result)
+
+
+def _without_detach(graph: fx.Graph) -> None:
+    """``detach_`` of a constant writes no value, whatever its schema says: ``torch.tensor`` inside a forward ends in it."""
+    for node in graph.nodes:
+        if node.target is torch.ops.aten.detach_.default and Aliases.source(node).op == "get_attr":
+            node.target = torch.ops.aten.detach.default
+
+
+def _differentiable_copy(graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int]) -> None:
+    """``copy`` has no gradient: write it as the clone of the source in the shape and dtype of the target."""
+    target, source = node.args[:2]
+    before = target.meta["val"]
+
+    def insert(op, *arguments):
+        with graph.inserting_before(node):
+            new = graph.call_function(op, (source, *arguments))
+        values = fx.map_arg(new.args, lambda n: n.meta["val"])
+        with torch.no_grad(), node.meta["val"].fake_mode:
+            new.meta = {**node.meta, "val": op(*values)}
+        order[new] = order[node]
+        return new
+
+    if source.meta["val"].dtype != before.dtype:
+        source = insert(torch.ops.aten.to.dtype, before.dtype)
+    if shape(source) != shape(target):
+        source = insert(torch.ops.aten.expand_as.default, target)
+    layout = {"memory_format": torch.contiguous_format} if before.is_contiguous() else {}
+    node.target, node.args, node.kwargs = torch.ops.aten.clone.default, (source,), layout
 
 
 def _functional_op(node: fx.Node) -> torch._ops.OpOverload | None:
@@ -157,6 +189,13 @@ class Aliases:
             written = mutated(node)
             self._view[node] = self._view[written[0]] if len(written) == 1 and source is written[0] else node
             self._group.setdefault(self._root[node], []).append(node)
+
+    @staticmethod
+    def source(node: fx.Node) -> fx.Node:
+        """The first node that a value shares its storage with, without a look at the rest of the graph."""
+        while (before := _aliased(node)) is not None:
+            node = before
+        return node
 
     def root(self, node: fx.Node) -> fx.Node:
         return self._root[node]

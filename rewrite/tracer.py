@@ -31,6 +31,7 @@ from .capture import (
     sizes_by_probe,
     with_mask,
 )
+from .collection import young_only
 from .dataflow import op_name
 from .errors import HcxError, TraceError
 from .mutation import Aliases, mutated
@@ -104,7 +105,7 @@ def trace(
         TraceError: the model decides on tensor values, or the graph does not reproduce eager.
         UsageError: the example does not fit the model.
     """
-    with _buffers_kept(model):
+    with young_only(), _buffers_kept(model):
         return _trace(model, args, kwargs, cache)
 
 

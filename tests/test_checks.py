@@ -266,3 +266,24 @@ def test_a_cached_decode_that_differs_from_the_full_forward_is_caught(llama):
 
     with pytest.raises(ContractError, match="cached decoding equals the full forward"):
         llama.program.rewrite(Position(Structural()))
+
+
+def test_long_graph_work_keeps_the_collector_off_old_objects_and_leaves_it_as_it_was(monkeypatch):
+    import gc
+
+    from hcx.rewrite import driver, trace
+    from hcx.rewrite.testing import tiny_decoder
+
+    seen = []
+    monkeypatch.setattr(driver, "walk", lambda *a, real=driver.walk: (seen.append(gc.get_freeze_count()), real(*a)))
+    model, ids = tiny_decoder()
+    program = trace(model, (ids,))
+    program.rewrite("looped", check=False)
+    assert seen[0] > 1000 and gc.get_freeze_count() == 0 and gc.isenabled()
+    gc.freeze()  # a process that has frozen its objects, before a fork say
+    try:
+        frozen = gc.get_freeze_count()
+        program.rewrite("looped", check=False)
+        assert gc.get_freeze_count() == frozen
+    finally:
+        gc.unfreeze()

@@ -228,3 +228,34 @@ def test_a_model_of_one_block_has_no_place_for_an_exit():
 
     with pytest.raises(NoMatchError):
         trace(One(), (torch.randn(2, 3, 8),)).rewrite("exits")
+
+
+class TimeFirst(nn.Module):
+    """Blocks over ``[time, batch, width]`` between an embedding and a head over ``[batch, time]``, as FSMT is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(16, 8), nn.Linear(8, 16)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(3))
+
+    def forward(self, input_ids: torch.Tensor, depth: int = 3) -> torch.Tensor:
+        x = self.embed(input_ids).transpose(0, 1)
+        for block in self.blocks[:depth]:
+            x = x + block(x)
+        return self.head(x.transpose(0, 1))
+
+
+def test_a_stream_in_another_order_than_the_answer_exits_at_the_answer(max_diff):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model, ids = TimeFirst().eval(), torch.randint(0, 16, (2, 7))
+    with torch.no_grad():
+        early, full, other = model(ids, depth=1), model(ids), model(ids[:1, :5])
+    scores = max_prob(early)
+    threshold = between(scores)
+    program = trace(model, (ids,))
+    assert torch.equal(program.rewrite("exits{at=[1]}")(ids[:1, :5]), other)
+    output, taps = program.rewrite(Exits(at=(1,), threshold=threshold), check=False)(ids, taps=True)
+    leaves = scores >= threshold
+    assert 0 < leaves.sum() < leaves.numel() and torch.equal(taps["exits.depth"] == 1, leaves)
+    assert max_diff(output, torch.where(leaves[..., None], early, full)) <= NEAR < max_diff(early, full)

@@ -16,6 +16,39 @@ def equal(one, other) -> bool:
     return torch.equal(one, other) and one.dtype == other.dtype
 
 
+class Scratch(nn.Module):
+    """Makes a tensor in its forward, and overwrites another one with a row of another dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        seen = torch.empty_like(y)
+        seen.copy_(row * 2)
+        return torch.cat([torch.tensor([], device=x.device), (y * seen).flatten()])
+
+
+def test_a_model_on_meta_may_make_tensors_in_its_forward():
+    """As Transformers' caches do; on meta the trace ends in ``detach_``, which writes nothing."""
+    with torch.device("meta"):
+        program = trace(Scratch(), (torch.zeros(3, 4), torch.zeros(4)))
+    assert [tuple(p.shape) for p in program.parameters()] == [(4, 4), (4,)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_an_overwritten_tensor_keeps_its_gradient(dtype):
+    model, x = Scratch(), torch.randn(3, 4)
+    row, twin = (torch.arange(4, dtype=dtype).requires_grad_() for _ in range(2))
+    program = trace(model, (x, row.detach()))
+    assert not any(n.target in (torch.ops.aten.copy.default, torch.ops.aten.copy_.default) for n in program.graph.nodes)
+    got, expected = program(x, row), model(x, twin)
+    got.square().sum().backward(), expected.square().sum().backward()
+    assert equal(got, expected) and row.grad.abs().sum() > 1
+    torch.testing.assert_close(row.grad, twin.grad, rtol=1e-6, atol=0)  # the sum over rows may go in another order
+
+
 # ---- bitwise
 
 

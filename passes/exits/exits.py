@@ -137,7 +137,7 @@ class Exits(Pass):
         stack = find(program).stack(plan.sites[0].detail["stack"])  # once: heads look like blocks
         logits = _answer(program, stack)
         exits = [_Inserted(editor, program, stack, logits, site.detail) for site in plan.sites]
-        if any(s.detail["head"] == "classifier" for s in plan.sites):
+        if _selects_answer(stack, logits, plan.sites[0].detail["head"]):
             answer = logits
             candidates = [e.logits for e in exits]
         else:
@@ -206,10 +206,16 @@ def _misfit(program: Program, stack: Stack, head: str) -> str | None:
         return (
             f"a pooled classifier gives one answer a row, the model gives {_text(answer)}" if len(scores) != 1 else None
         )
-    stream = stack.boundaries[-1].node
-    if stack.boundaries[-1].carrier.kind == "plain" and shape(stream)[: len(scores)] != scores:
-        return f"the answer {_text(answer)} has no score for each position of the stream {_text(stream)}"
     return None
+
+
+def _selects_answer(stack: Stack, answer: fx.Node, head: str) -> bool:
+    """Whether early and late meet at the answer, not on the stream: a classifier's logits have no way on through the
+    model, and a stream in another order than its answer (time first, several rows a token) has no row for each score."""
+    end = stack.boundaries[-1]
+    rows = shape(end.node) if end.carrier.kind == "plain" else shape(end.node)[1:]
+    scores = shape(answer)[:-1]
+    return head == "classifier" or rows[: len(scores)] != scores
 
 
 def default_places(depth: int) -> tuple[int, ...]:

@@ -6,8 +6,8 @@ Counting rules (all counts are worked out by hand from the modelling code, none 
    Position and type embeddings, biases, masks, LoRA side paths and adds inside a gate or a scan are none.
 2. ``x + attn(x) + mlp(x)`` is one add with two branches. A mixture of experts is one branch, its shared expert
    included.
-3. A block is the smallest unit that repeats along the stream; stages of one stream form one stack. Each call of a
-   shared block counts. A model without residual adds has no blocks.
+3. A block is the smallest unit that repeats along the stream; stages of one stream form one stack. Where layers of
+   one residual each are mixed in turns that hold a kind twice, every layer is a block. Each call of a shared block counts. A model without residual adds has no blocks.
 4. Blocks are isomorphic when equal in code and in parameter shapes; masks or tables from outside may differ.
 5. ``linears`` counts ``aten.linear`` calls in the exported graph, so a shared layer counts once a call. Addmm
    (GPT-2), 3-D experts and convolutions are not among them.

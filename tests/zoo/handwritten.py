@@ -110,6 +110,27 @@ MODELS = (
         linears=21,
         note="the middle block is one object called three times, first and last are wider",
     ),
+    gpt(
+        "preview",
+        blocks(skips.PreviewBlock),
+        branches=4,
+        adds=4,
+        kinds={"attn": 4},
+        note="x + mlp(x + attn(x)); a branch with an attention in it is called attn",
+    ),
+    # two linears a layer and the head
+    gpt(
+        "hybrid",
+        skips.HybridGPT,
+        branches=6,
+        adds=6,
+        blocks=(6,),
+        runs=(6,),
+        kinds={"attn": 2, "mlp": 4},
+        linears=13,
+        note="layers in turns mlp, attn, mlp: every layer is a block, the run repeats after three",
+    ),
+    gpt("layer_table", skips.TableGPT, note="every layer takes its own entry of one table"),
     # two linears a layer and the head
     gpt("highway", blocks(skips.HighwayLayer), **NO_RESIDUAL, note="g * f(x) + (1 - g) * x"),
     gpt("concat", blocks(skips.ConcatLayer), **NO_RESIDUAL, note="x and f(x) are concatenated"),

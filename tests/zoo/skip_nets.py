@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .base import DEPTH, HIDDEN, INNER
+from .base import DEPTH, HIDDEN, INNER, VOCAB
 from .text_nets import GPT, Attention, Block, Mlp
 
 
@@ -174,3 +174,50 @@ class SharedMiddleGPT(GPT):
         for _ in range(3):
             x = shared(x)
         return last(x)
+
+
+class PreviewBlock(Block):
+    """The MLP reads ``x + attn(x)``, but the stream goes on from x: one add, as in the hybrid layers of Zamba."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mlp(self.ln_2(x + self.attn(self.ln_1(x))))
+
+
+class OneBranch(Block):
+    """A layer with one residual, an attention or an MLP."""
+
+    def __init__(self, kind: str):
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + (self.attn(self.ln_1(x)) if self.kind == "attn" else self.mlp(self.ln_2(x)))
+
+
+class HybridGPT(GPT):
+    """Layers of one residual each, in turns that hold one kind twice."""
+
+    def __init__(self) -> None:
+        super().__init__(OneBranch(kind) for kind in ("mlp", "attn", "mlp") * 2)
+
+
+class EntryBlock(Block):
+    """The MLP also reads what a table holds for this layer."""
+
+    def forward(self, x: torch.Tensor, entry: torch.Tensor) -> torch.Tensor:
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x) * entry)
+
+
+class TableGPT(GPT):
+    """One embedding makes the entries of all layers, each layer takes its own (Gemma's per-layer inputs)."""
+
+    def __init__(self) -> None:
+        super().__init__(EntryBlock() for _ in range(DEPTH))
+        self.entries = nn.Embedding(VOCAB, DEPTH * HIDDEN)
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        x, entries = self.embed(input_ids), self.entries(input_ids).unflatten(-1, (DEPTH, HIDDEN))
+        for number, block in enumerate(self.h):
+            x = block(x, entries[:, :, number, :])
+        return self.lm_head(self.ln_f(x))
