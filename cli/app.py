@@ -10,7 +10,7 @@ import typer
 
 from . import options as shared
 from .console import Console
-from .options import Arch, Dtype, Inputs, Json, Overwrite, Text, Trust, Verbose
+from .options import Arch, Dtype, Inputs, Json, Lazy, Overwrite, Text, Trust, Verbose, Weights
 
 if not sys.stdout.isatty():
     os.environ["_TYPER_FORCE_DISABLE_TERMINAL"] = "1"  # typer colours piped help where a CI variable is set
@@ -53,11 +53,12 @@ Sites = Annotated[str | None, typer.Option("--pass", "-p", metavar="PIPELINE", h
 def inspect(
     context: typer.Context, model: shared.Model, why: Why = False, passes: Sites = None,
     arch: Arch = None, dtype: Dtype = None, text: Text = None, inputs: Inputs = None, trust: Trust = False,
+    weights: Weights = None, lazy: Lazy = False,
     json: Json = False, verbose: Verbose = 0,
 ) -> int:
     """Show what hcx sees in a model: its call, stacks, blocks, boundaries and tensors."""
     return _run(context, json, verbose, model=model, why=why, passes=passes,
-                arch=arch, dtype=dtype, text=text, inputs=inputs, trust=trust)
+                arch=arch, dtype=dtype, text=text, inputs=inputs, trust=trust, weights=weights, lazy=lazy)
 
 
 Passes = Annotated[list[str] | None, typer.Option(
@@ -68,11 +69,12 @@ Passes = Annotated[list[str] | None, typer.Option(
 def plan(
     context: typer.Context, model: shared.Model, passes: Passes = None,
     arch: Arch = None, dtype: Dtype = None, text: Text = None, inputs: Inputs = None, trust: Trust = False,
+    weights: Weights = None, lazy: Lazy = False,
     json: Json = False, verbose: Verbose = 0,
 ) -> int:
     """Show what a pipeline would do. With --json: a plan that can be edited and given to rewrite --plan."""
     return _run(context, json, verbose, model=model, passes=passes,
-                arch=arch, dtype=dtype, text=text, inputs=inputs, trust=trust)
+                arch=arch, dtype=dtype, text=text, inputs=inputs, trust=trust, weights=weights, lazy=lazy)
 
 
 PlanFile = Annotated[str | None, typer.Option("--plan", metavar="FILE", help="a plan from hcx plan --json")]
@@ -85,18 +87,20 @@ def rewrite(
     context: typer.Context, model: shared.Model, passes: Passes = None, plan: PlanFile = None,
     output: Folder = None, overwrite: Overwrite = False, allow_partial: Partial = False,
     arch: Arch = None, dtype: Dtype = None, text: Text = None, inputs: Inputs = None, trust: Trust = False,
+    weights: Weights = None, lazy: Lazy = False,
     json: Json = False, verbose: Verbose = 0,
 ) -> int:
     """Apply passes, check them against the model, and write a .hcx folder; nothing is written when a check fails."""
     return _run(context, json, verbose, model=model, passes=passes, plan=plan,
                 output=output, overwrite=overwrite, allow_partial=allow_partial,
-                arch=arch, dtype=dtype, text=text, inputs=inputs, trust=trust)
+                arch=arch, dtype=dtype, text=text, inputs=inputs, trust=trust, weights=weights, lazy=lazy)
 
 
 @app.command()
-def verify(context: typer.Context, artefact: shared.Artefact, json: Json = False, verbose: Verbose = 0) -> int:
+def verify(context: typer.Context, artefact: shared.Artefact, weights: Weights = None,
+           json: Json = False, verbose: Verbose = 0) -> int:
     """Check a .hcx folder: file hashes, recorded outputs bitwise, contracts again."""
-    return _run(context, json, verbose, artefact=artefact)
+    return _run(context, json, verbose, artefact=artefact, weights=weights)
 
 
 Before = Annotated[str, typer.Argument(metavar="BEFORE", help="any MODEL", show_default=False)]
@@ -117,9 +121,9 @@ def diff(
                 arch=arch, dtype=dtype, text=text, inputs=inputs, trust=trust)
 
 
-Format = Annotated[str, typer.Option("--to", metavar="FORMAT", help="onnx")]
+Format = Annotated[str, typer.Option("--to", metavar="FORMAT", help="onnx, hf (a Transformers folder) or pt2 (a torch.export archive)")]
 File = Annotated[str | None, typer.Option(
-    "-o", "--output", metavar="FILE", help="NAME.onnx (default), or a folder that also gets the tokenizer")]
+    "-o", "--output", metavar="FILE", help="NAME.onnx (default), or a folder that also gets the tokenizer; a folder for hf")]
 Opset = Annotated[int | None, typer.Option("--opset", metavar="N", help="ONNX opset, 18 to 26; default 23")]
 Taps = Annotated[bool, typer.Option("--taps", help="also the auxiliary outputs")]
 Upcast = Annotated[bool, typer.Option("--upcast", help="write bfloat16 as float32")]
@@ -130,12 +134,13 @@ def export(
     context: typer.Context, model: shared.Model, to: Format = "onnx", output: File = None,
     opset: Opset = None, taps: Taps = False, upcast: Upcast = False, overwrite: Overwrite = False,
     arch: Arch = None, dtype: Dtype = None, text: Text = None, inputs: Inputs = None, trust: Trust = False,
+    weights: Weights = None,
     json: Json = False, verbose: Verbose = 0,
 ) -> int:
     """Write another format and run it there against the program before the file is put in place."""
     return _run(context, json, verbose, model=model, to=to, output=output,
                 opset=opset, taps=taps, upcast=upcast, overwrite=overwrite,
-                arch=arch, dtype=dtype, text=text, inputs=inputs, trust=trust)
+                arch=arch, dtype=dtype, text=text, inputs=inputs, trust=trust, weights=weights)
 
 
 AnyModel = Annotated[str, typer.Argument(
@@ -150,11 +155,12 @@ Tokenizer = Annotated[str | None, typer.Option(
 def generate(
     context: typer.Context, model: AnyModel, prompt: Prompt, tokens: Tokens = 16, tokenizer: Tokenizer = None,
     arch: Arch = None, dtype: Dtype = None, text: Text = None, inputs: Inputs = None, trust: Trust = False,
+    weights: Weights = None,
     json: Json = False, verbose: Verbose = 0,
 ) -> int:
     """Generate text greedily through the cache."""
     return _run(context, json, verbose, model=model, prompt=prompt, tokens=tokens, tokenizer=tokenizer,
-                arch=arch, dtype=dtype, text=text, inputs=inputs, trust=trust)
+                arch=arch, dtype=dtype, text=text, inputs=inputs, trust=trust, weights=weights)
 
 
 PassName = Annotated[str | None, typer.Argument(metavar="NAME", help="one pass in full", show_default=False)]

@@ -10,11 +10,12 @@ from .opening import check_artefact
 from .result import ChecksFailed, Progress, Result, checks_failed, silent
 
 
-def verify(artefact: str, *, progress: Progress = silent) -> Result:
+def verify(artefact: str, *, weights: str | None = None, progress: Progress = silent) -> Result:
     """Check file hashes, the recorded outputs (bitwise), and the contracts.
 
     Args:
         artefact: a ``.hcx`` folder.
+        weights: folder of its source model, for one that refers to weights there; owed checks are then run.
 
     Raises:
         ArtefactError: the folder cannot be read at all.
@@ -25,7 +26,7 @@ def verify(artefact: str, *, progress: Progress = silent) -> Result:
     from hcx.rewrite import artefact as stored
 
     start = time.perf_counter()
-    checks = [c.to_json() for c in stored.verify(artefact)]
+    checks = [c.to_json() for c in stored.verify(artefact, weights=weights)]
     failed = checks_failed(checks)
     data: dict[str, Any] = {
         "artefact": artefact,

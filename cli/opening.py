@@ -51,6 +51,8 @@ def open_program(
     dtype: str | None = None,
     text: str | None = None,
     inputs: str | None = None,
+    weights: str | None = None,
+    lazy: bool = False,
     progress: Progress = silent,
 ) -> Opened:
     """Open and trace a model, or load a ``.hcx`` folder.
@@ -58,6 +60,7 @@ def open_program(
     Args:
         spec: a MODEL argument, see :func:`hcx.rewrite.source.open_model`.
         text: a file whose text makes the example call; the other options are those of ``open_model``.
+        weights: the source model's folder, for a ``.hcx`` folder that refers to its weights.
 
     Raises:
         SourceError, UsageError: it cannot be opened.
@@ -67,14 +70,15 @@ def open_program(
 
     progress(f"opening {spec}")
     start = time.perf_counter()
-    source = open_model(spec, trust=trust, arch=arch, dtype=dtype, text=read_text(text), inputs=inputs)
+    source = open_model(spec, trust=trust, arch=arch, dtype=dtype, text=read_text(text), inputs=inputs, lazy=lazy)
     opened = time.perf_counter()
     if source.kind == "hcx":
         _refuse(spec, "a .hcx folder", arch=arch, dtype=dtype, text=text, inputs=inputs)
     else:
+        _refuse(spec, "a model that is not a .hcx folder", weights=weights)
         _refuse(spec, "a torch.export archive", inputs=inputs if source.kind == "pt2" else None)
         progress(f"tracing {source.label}")
-    program = _program(source)
+    program = _program(source, weights)
     seconds = {"open": opened - start, "trace": time.perf_counter() - opened}
     return Opened(program, source.kind, source.label, seconds, _size(source.path))
 
@@ -84,15 +88,19 @@ def program_of(spec: str, **options: Any) -> Program:
     return open_program(spec, **options).program
 
 
-def _program(source: ModelSource) -> Program:
+def _program(source: ModelSource, weights: str | None) -> Program:
     if source.kind == "hcx":
         from hcx.rewrite import load
 
-        return load(str(source.path))
+        return load(str(source.path), weights=weights)
     if source.kind == "pt2":
         from hcx.rewrite.tracer import from_exported
 
         program = from_exported(source.exported)
+    elif source.stored:
+        from hcx.rewrite.lazy import trace_lazily
+
+        program = trace_lazily(source.model, source.kwargs, source.stored)
     else:
         from hcx.rewrite import trace
 

@@ -31,6 +31,13 @@ Inputs = Annotated[
     str | None,
     typer.Option("--inputs", metavar="FILE", help=".safetensors with the example's keyword arguments by name"),
 ]
+Weights = Annotated[
+    str | None,
+    typer.Option("--weights", metavar="FOLDER", help="source model of a .hcx that was written with rewrite --lazy"),
+]
+Lazy = Annotated[
+    bool, typer.Option("--lazy", help="leave a Hugging Face folder's weights in their files; checks of values are owed")
+]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="replace the output if it exists")]
 Json = Annotated[bool, typer.Option("--json", help="print the result (or the error) as JSON")]
 Verbose = Annotated[

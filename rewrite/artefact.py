@@ -7,14 +7,14 @@ import os
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import fx
 
-from . import graph_text
+from . import graph_text, memory
 from .copies import VECTOR, phase, placed
 from .errors import ArtefactError, UsageError
 from .folders import replace_folder, sha256, staging
@@ -23,6 +23,9 @@ from .normalize import set_tensor
 from .program import Program
 from .signature import CallSignature
 from .verification import Check
+
+if TYPE_CHECKING:
+    from .stored import Stored
 
 FORMAT, SCHEMA_VERSION = "hcx-artefact", 1
 GRAPH, WEIGHTS, GOLDEN, MANIFEST, SOURCE = (
@@ -60,18 +63,22 @@ def save(program: Program, path: str | os.PathLike, *, overwrite: bool = False) 
     )
     with staging(target) as folder:
         tensors, tied = _unique_tensors(program)
-        save_file({n: t.detach().contiguous() for n, t in tensors.items()}, folder / WEIGHTS, metadata={"format": "pt"})
+        own = {n: t.detach().contiguous() for n, t in tensors.items() if not (t.is_meta and n in program.stored)}
+        save_file(own, folder / WEIGHTS, metadata={"format": "pt"})
+        external = {n: program.stored[n] for n in tensors if n not in own}
         golden.write(folder / GOLDEN)
         (folder / GRAPH).write_text(json.dumps(graph_text.to_json(program.graph), separators=(",", ":")))
         for name, content in program.companions.items():
             place = folder / SOURCE / _plain(name)
             place.parent.mkdir(parents=True, exist_ok=True)
             place.write_bytes(content)
-        (folder / MANIFEST).write_text(json.dumps(_manifest(program, golden, tied, folder), indent=1))
+        (folder / MANIFEST).write_text(json.dumps(_manifest(program, golden, tied, external, folder), indent=1))
         replace_folder(folder, target)
 
 
-def _manifest(program: Program, golden: Golden, tied: dict[str, str], folder: Path) -> dict[str, Any]:
+def _manifest(
+    program: Program, golden: Golden, tied: dict[str, str], external: dict[str, Stored], folder: Path
+) -> dict[str, Any]:
     from .pipeline import fingerprint
 
     files = {
@@ -104,7 +111,7 @@ def _manifest(program: Program, golden: Golden, tied: dict[str, str], folder: Pa
         "trace_exact": program.trace_exact,
         "golden": golden.describe(),
         "files": files,
-    }
+    } | ({"external": {n: s.to_json() for n, s in external.items()}} if external else {})
 
 
 def versions() -> dict[str, str]:
@@ -137,20 +144,29 @@ def _unique_tensors(program: Program) -> tuple[dict[str, torch.Tensor], dict[str
     return tensors, tied
 
 
-def load(path: str | os.PathLike) -> Program:
+def load(path: str | os.PathLike, *, weights: str | os.PathLike | None = None, lazy: bool = False) -> Program:
     """Read an artefact back. Needs nothing but torch and safetensors, not the source of the model.
 
+    Args:
+        weights: folder with the original weights, for an artefact that refers to them instead of holding them. Files
+            elsewhere are never read, whatever the manifest says.
+        lazy: leave those weights in their files; see :mod:`hcx.rewrite.lazy`.
+
     Raises:
-        ArtefactError: not an artefact, damaged, from a newer schema, or naming targets or files that are not allowed.
+        ArtefactError: not an artefact, damaged, from a newer schema, or naming targets or files that are not allowed;
+            or original weights that are not given, or are not what they were.
     """
     folder = Path(path)
     manifest = read_manifest(folder)
+    external = external_tensors(manifest, folder, weights)
     kinds: dict[str, dict] = manifest["tensors"]
     root = torch.nn.Module()
     stored = _read_tensors(_file(folder, WEIGHTS), {n: _phase(n, k) for n, k in kinds.items()})
     made: dict[str, torch.Tensor] = {}
     for name, kind in kinds.items():
         source = manifest["tied"].get(name, name)
+        if source in external and source not in made:
+            stored[source] = _outside(external[source], lazy)
         if source not in stored:
             raise ArtefactError(f"the tensor `{source}` is missing", where=str(folder / WEIGHTS))
         if source not in made:
@@ -180,8 +196,34 @@ def load(path: str | os.PathLike) -> Program:
         trace_exact=manifest["trace_exact"],
         golden=golden,
         companions=companions,
+        stored={n: external[s] for n in kinds if lazy and (s := manifest["tied"].get(n, n)) in external},
     )
     return program
+
+
+def external_tensors(manifest: dict[str, Any], folder: Path, weights: str | os.PathLike | None) -> dict[str, Stored]:
+    """The tensors that an artefact refers to, in the folder that the user allows; nothing of them is read.
+
+    Raises:
+        ArtefactError: no folder is given, or it does not hold them.
+    """
+    from .stored import from_manifest
+
+    described = manifest.get("external", {})
+    if described and weights is None:
+        raise ArtefactError(
+            f"{len(described)} tensors of {folder.name} are in the weight files of its source model",
+            where=str(folder),
+            hint="give the folder of the source model: weights=FOLDER (--weights FOLDER)",
+        )
+    headers: dict[str, Any] = {}
+    return {n: from_manifest(n, data, Path(weights or ""), headers) for n, data in described.items()}
+
+
+def _outside(place: Stored, lazy: bool) -> torch.Tensor:
+    if not lazy:
+        return place.read()
+    return torch.empty(place.entry.shape, dtype=place.dtype, device="meta")
 
 
 def _check_fit(graph: fx.Graph, signature: CallSignature) -> None:
@@ -232,8 +274,10 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             where=str(folder),
             hint="load it with the hcx that wrote it: " + str(manifest.get("versions")),
         )
+    manifest.setdefault("external", {})
     expected = {
         "files": dict,
+        "external": dict,
         "tensors": dict,
         "tied": dict,
         "history": list,
@@ -261,25 +305,41 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return manifest
 
 
-def verify(path: str | os.PathLike) -> list[Check]:
+def verify(path: str | os.PathLike, *, weights: str | os.PathLike | None = None) -> list[Check]:
     """Run every check that an artefact allows: file hashes, its golden bitwise, and the contracts again.
+
+    Args:
+        weights: folder of the source model, for an artefact that refers to its weights. The checks that are owed are
+            then run against that model, where memory allows.
 
     Returns:
         all checks, failed ones included.
     """
-    from .driver import verify_again
+    from .driver import verify_again, verify_owed
 
     changed = changed_files(path)
-    program = load(path)
-    checks = [
-        Check(
-            "files are as written", not changed, {"files": len(read_manifest(Path(path))["files"])}, ", ".join(changed)
-        )
-    ]
+    manifest = read_manifest(Path(path))
+    checks = [Check("files are as written", not changed, {"files": len(manifest["files"])}, ", ".join(changed))]
+    external = external_tensors(manifest, Path(path), weights)
+    if external:
+        other = [n for n, place in external.items() if place.digest() != place.sha256]
+        note = f"changed: {', '.join(other[:3])}" if other else ""
+        checks.append(Check("source weights are as recorded", not other, {"tensors": len(external)}, note))
+        short = None if other else memory.shortage(external.values())
+        if other or short:
+            return [*checks, *([Check("owed checks", True, short, "still owed: not enough memory")] if short else [])]
+    program = load(path, weights=weights)
+    owed = [e for e in program.history if e.get("owed")]
+    if owed and weights is not None:
+        from .reference import reference_for
+        from .source.hf import load_model
+
+        model = load_model(Path(weights), trust=False, dtype=None)
+        program.__dict__["reference"] = reference_for(program, model)
     if program.golden.program:
         checks.append(program.golden.check(program))
         checks += program.golden.contracts(program)
-    return checks + verify_again(program)
+    return checks + verify_again(program) + (verify_owed(program) if program.reference is not None else [])
 
 
 def _check_entries(manifest: dict[str, Any], folder: Path) -> None:

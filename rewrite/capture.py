@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.export._trace import _compiling_state_context
 
 from .errors import TraceError, UsageError
 from .structure import Structure, flatten
@@ -82,11 +83,17 @@ def invoke(model: torch.nn.Module, call: Call) -> Any:
     return model(*args, **{k: v for k, v in call.values.items() if k not in used})
 
 
+def on_meta(model: torch.nn.Module) -> bool:
+    """Whether a model has shapes but no values."""
+    return any(p.is_meta for p in model.parameters())
+
+
 @contextlib.contextmanager
 def reference_mode(model: torch.nn.Module, *, train: bool = False):
     """Eager as the reference: fixed mode, no fused fast path for nn.TransformerEncoder; restored afterwards.
 
-    The fast path of ``torch.backends.mha`` differs from the ordinary path by 1e-6 and cannot be traced.
+    The fast path of ``torch.backends.mha`` differs from the ordinary path by 1e-6 and cannot be traced. A model on
+    ``meta`` is run as if it were being exported.
     """
     modes = {module: module.training for module in model.modules()}
     fast = torch.backends.mha.get_fastpath_enabled()
@@ -94,7 +101,9 @@ def reference_mode(model: torch.nn.Module, *, train: bool = False):
         for module in modes:
             module.training = train
         torch.backends.mha.set_fastpath_enabled(False)
-        yield
+        # without values nothing can be decided on them: models then take the way that they take while exported
+        with _compiling_state_context() if on_meta(model) else contextlib.nullcontext():
+            yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
         for module, mode in modes.items():

@@ -16,7 +16,7 @@ from .graph_text import target_name
 from .normalize import rename
 from .program import Program
 from .signature import CACHE, InputSpec, tensor_indices
-from .values import fake_mode_of
+from .values import fake_mode_of, stand_in
 
 
 class Editor:
@@ -173,7 +173,7 @@ class Editor:
         full = f"hcx.{self.pass_name}_{self.number}.{re.sub(r'[^A-Za-z0-9_.]', '_', name)}"
         if full not in self._tensors:
             self.program.set_tensor(full, tensor, added_by=self.pass_name, persistent=persistent)
-            self._tensors[full] = self._fetch(full, tensor)
+            self._tensors[full] = self._fetch(full)
         return self._tensors[full]
 
     def drop_tensor(self, name: str) -> None:
@@ -188,19 +188,20 @@ class Editor:
             tensors.pop(leaf, None)
         module._non_persistent_buffers_set.discard(leaf)
         self.program.origin.pop(name, None)
+        self.program.stored.pop(name, None)
 
     def existing(self, name: str) -> fx.Node:
         """The node that fetches a tensor the Program already has."""
         node = next((n for n in self.graph.nodes if n.op == "get_attr" and n.target == name), None)
-        return node if node is not None else self._fetch(name, self.program.tensor(name))
+        return node if node is not None else self._fetch(name)
 
-    def _fetch(self, name: str, tensor: torch.Tensor) -> fx.Node:
+    def _fetch(self, name: str) -> fx.Node:
         first = next(n for n in self.graph.nodes if n.op not in ("placeholder", "get_attr"))
         with self.graph.inserting_before(first):
             node = self.graph.get_attr(name)
         rename(self.graph, node, name)
         with self.fake_mode:
-            node.meta["val"] = self.fake_mode.from_tensor(tensor, static_shapes=True)
+            node.meta["val"] = stand_in(self.program, self.fake_mode, name)
         self._mark(node)
         return node
 

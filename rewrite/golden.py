@@ -36,7 +36,7 @@ class Golden:
     def record(program: Program, sets: int = 2) -> Golden:
         """Run the Program, and the source model where it is in memory."""
         if is_meta(program):
-            return Golden(program.examples[:1], [], [])
+            return Golden([program.signature.complete(program.examples[0])], [], [])
         inputs = [program.signature.complete(f) for f in program.check_inputs(sets)]
         got = [{n: t for n, t in o.items() if not n.startswith("present.")} for o in outputs(program, inputs)]
         eager: list[dict[str, torch.Tensor]] = []

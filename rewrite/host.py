@@ -79,9 +79,9 @@ def move(program: Program, *args: Any, **kwargs: Any) -> Program:
         cast(program, dtype)
     if device is not None:
         torch.nn.Module.to(program, device=device)
-        _replace_constants(program.graph, lambda v: device if isinstance(v, torch.device) else v)
+        replace_constants(program.graph, lambda v: device if isinstance(v, torch.device) else v)
         program.examples = [[t.to(device) for t in flat] for flat in program.examples]
-        _drop_values(program)
+        drop_values(program)
     return program
 
 
@@ -126,7 +126,7 @@ def _widest(tensor: torch.Tensor) -> torch.Tensor:
 
 def _promote(program: Program) -> None:
     program._apply(_widest)
-    _replace_constants(program.graph, lambda v: _WIDEST.get(v, v) if isinstance(v, torch.dtype) else v)
+    replace_constants(program.graph, lambda v: _WIDEST.get(v, v) if isinstance(v, torch.dtype) else v)
     for node in program.graph.nodes:
         if op_name(node) in ("float", "half", "bfloat16"):
             node.target = torch.ops.aten.to.dtype
@@ -136,16 +136,19 @@ def _promote(program: Program) -> None:
     signature.outputs.templates = program.signature.outputs.templates
     signature.inputs = [type(i)(i.name, _WIDEST.get(i.dtype, i.dtype), i.shape, i.fill) for i in signature.inputs]
     program.__dict__["signature"] = signature
-    _drop_values(program)
+    drop_values(program)
 
 
-def _drop_values(program: Program) -> None:
+def drop_values(program: Program) -> None:
+    """Forget the shapes and dtypes of all nodes; they are computed again when needed."""
     for node in program.graph.nodes:
         node.meta.pop("val", None)
     program._forget_compiled()
 
 
-def _replace_constants(graph: fx.Graph, change) -> None:
+def replace_constants(graph: fx.Graph, change) -> None:
+    """Apply a function to every argument of every node that is no container."""
+
     def walk(value):
         if isinstance(value, list | tuple):
             return type(value)(walk(v) for v in value)

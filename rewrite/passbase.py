@@ -9,7 +9,7 @@ import torch
 
 from . import spec
 from .contracts import Contract
-from .plan import PassPlan
+from .plan import PassPlan, Site
 
 if TYPE_CHECKING:
     from .editor import Editor
@@ -63,6 +63,22 @@ class Pass:
     def caveat(self) -> str | None:
         """What the certificate must say about training from this start, although every gradient is there, or None."""
         return None
+
+    def fold(self, program: Program, sites: list[Site], prefix: str, weights: dict[str, torch.Tensor]) -> str | None:
+        """Express what this pass did in the base's own tensors, so that the base's architecture computes it.
+
+        Called from the last pass of the history to the first: a tensor of ``weights`` is what earlier passes see.
+
+        Args:
+            program: where the tensors of the pass are.
+            sites: what its plan changed.
+            prefix: of its tensors, ``hcx.lora_0``.
+            weights: tensors of the base by name; entries are replaced or added, never written to.
+
+        Returns:
+            None where that is done, else the reason why the architecture cannot say it.
+        """
+        return "it changes the architecture"
 
     def new_plan(self, **fields: Any) -> PassPlan:
         """An empty plan step of this pass with its options."""

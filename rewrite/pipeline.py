@@ -90,6 +90,7 @@ def fork(program: Program) -> Program:
         origin=dict(program.origin),
         companions=dict(program.companions),
         trace_exact=program.trace_exact,
+        stored=dict(program.stored),
         training=program.training,
     )
     new.signature.outputs.templates = program.signature.outputs.templates

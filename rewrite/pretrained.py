@@ -26,10 +26,10 @@ def as_pretrained(program: Program):
     """
     if "input_ids" not in [i.name for i in program.inputs] or "logits" not in program.output_names:
         raise UsageError("as_pretrained() is for programs from `input_ids` to `logits`", where=program.signature.model)
-    return _model_class()(_config(program), program)
+    return _model_class()(config_of(program), program)
 
 
-def _config(program: Program):
+def config_of(program: Program):
     from transformers import AutoConfig, PretrainedConfig
 
     model = getattr(program.reference, "model", None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hcx.kernels  # noqa: F401  registers the ops that graphs may hold
 import torch
@@ -13,6 +13,9 @@ from torch import fx
 from .copies import copied
 from .normalize import fetch, set_tensor
 from .signature import CallSignature, InputSpec
+
+if TYPE_CHECKING:
+    from .stored import Stored
 
 Reference = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 
@@ -30,6 +33,7 @@ class Program(torch.nn.Module):
         origin: parameter or buffer name -> name of the pass that added it; base tensors are not listed.
         examples: flat example inputs.
         reference: the eager source model over flat tensors, while it is in memory.
+        stored: name -> place in a file, of tensors that are on ``meta`` because nobody has read them yet.
         companions: small files that belong to the model (tokenizer, config), by name.
     """
 
@@ -41,6 +45,7 @@ class Program(torch.nn.Module):
     reference: Reference | None
     companions: dict[str, bytes]
     trace_exact: bool | None
+    stored: dict[str, Stored]
 
     @classmethod
     def _build(
@@ -65,6 +70,7 @@ class Program(torch.nn.Module):
             companions={},
             trace_exact=None,
             golden=None,
+            stored={},
             _compiled={},
         )
         self.training = False
@@ -156,6 +162,20 @@ class Program(torch.nn.Module):
     def tensor(self, name: str) -> torch.Tensor:
         """A parameter, buffer or constant by its name."""
         return fetch(self._root, name)
+
+    def read(self, name: str) -> torch.Tensor:
+        """A tensor with its values: read from its file where it still lies there. For passes that look at weights.
+
+        Raises:
+            ArtefactError: the file is not what it was.
+        """
+        tensor = self.tensor(name)
+        return self.stored[name].read() if tensor.is_meta and name in self.stored else tensor
+
+    def home(self, name: str) -> torch.device:
+        """Device of what belongs beside a tensor: its own, or the CPU for one that still lies in a file."""
+        tensor = self.tensor(name)
+        return torch.device("cpu") if tensor.is_meta and name in self.stored else tensor.device
 
     def tied_groups(self) -> list[list[str]]:
         """Groups of names that share one tensor."""
@@ -266,6 +286,7 @@ class Program(torch.nn.Module):
             companions=dict(self.companions),
             trace_exact=self.trace_exact,
             golden=self.golden,
+            stored=dict(self.stored),
             training=self.training,
         )
         memo[id(self)] = new

@@ -26,6 +26,7 @@ from .capture import (
     eager_outputs,
     enlarged,
     invoke,
+    on_meta,
     reference_mode,
     separate,
     sizes_by_probe,
@@ -149,6 +150,16 @@ def _trace(model: torch.nn.Module, args: tuple, kwargs: dict | None, cache: bool
     raise AssertionError("unreachable")
 
 
+def _cached_calls(model: torch.nn.Module, call: Call, others: dict[str, str]) -> CachedCalls | None:
+    """None also where a model without values cannot be called so: it is then traced without a cache."""
+    try:
+        return cached_calls(model, call, others)
+    except Exception:
+        if on_meta(model):
+            return None
+        raise
+
+
 class _Attempt:
     """One way of tracing: the call, and what may be omitted in calls of the result."""
 
@@ -160,8 +171,7 @@ class _Attempt:
 def _attempts(model, call: Call, others: dict[str, str], masks: list[str], cache: bool | None) -> list[_Attempt]:
     fills = dict.fromkeys(masks, "ones")
     attempts: list[_Attempt] = []
-    meta = any(p.is_meta for p in model.parameters())
-    maker = None if cache is False or meta else cached_calls(model, call, others)
+    maker = None if cache is False else _cached_calls(model, call, others)
     if maker is not None:
         own = {maker.cache: "empty", **({maker.positions: "positions"} if maker.positions else {})}
         if "use_cache" in others:

@@ -36,7 +36,7 @@ def propagate(program) -> FakeTensorMode:
                 shape = [size_of(dim, sizes) for dim in spec.shape]
                 values[node] = torch.empty(shape, dtype=example.dtype, device=example.device)
             elif node.op == "get_attr":
-                values[node] = mode.from_tensor(fetch(program._root, node.target), static_shapes=True)
+                values[node] = stand_in(program, mode, node.target)
             elif node.op == "call_function":
                 args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
                 values[node] = node.target(*args, **kwargs)
@@ -44,6 +44,15 @@ def propagate(program) -> FakeTensorMode:
                 continue
             node.meta["val"] = values[node]
     return mode
+
+
+def stand_in(program, mode: FakeTensorMode, name: str) -> torch.Tensor:
+    """The fake tensor of a parameter or buffer; on the CPU for one that still lies in a file."""
+    tensor = fetch(program._root, name)
+    if tensor.is_meta and name in program.stored:
+        with mode:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    return mode.from_tensor(tensor, static_shapes=True)
 
 
 def _symbols(program, mode: FakeTensorMode) -> dict[str, torch.SymInt]:

@@ -207,6 +207,25 @@ def _movement(after: list[torch.Tensor], before: list[torch.Tensor]) -> float:
     return max((a - b.to(a.dtype)).nan_to_num().abs().max().item() for a, b in wide)
 
 
+def check_shapes(program: Program, base: Program) -> Check:
+    """Without values: the graph computes in shapes and dtypes from its inputs on, and outputs have those of before."""
+    from .host import drop_values
+    from .pipeline import fork
+    from .values import propagate
+
+    def described(one: Program) -> list[tuple]:
+        copied = fork(one)
+        copied.examples = [copied.signature.complete(flat) for flat in one.examples[:1]]
+        drop_values(copied)
+        propagate(copied)
+        results = copied.graph.output_node().args[0][: len(base.output_names)]
+        return [(r.meta["val"].dtype, tuple(map(str, r.meta["val"].shape))) for r in results]
+
+    different = [n for n, a, b in zip(base.output_names, described(program), described(base), strict=True) if a != b]
+    figures = {"nodes": len(program.graph.nodes), "outputs": len(base.output_names)}
+    return Check("graph in shapes and dtypes", not different, figures, ", ".join(different))
+
+
 def check_base_untouched(program: Program, base: Program) -> Check:
     """Every tensor of the base is bitwise what it was."""
     theirs = dict(base.named_tensors())

@@ -87,13 +87,21 @@ def require_finite(program, names: Iterable[str], because: str) -> None:
         PlanError: names the first such weight and counts its entries.
     """
     for name in names:
-        weight = program.tensor(name)
-        if not weight.is_meta and not torch.isfinite(weight).all():
-            raise PlanError(
-                f"`{name}` holds {int(weight.isnan().sum())} NaN and {int(weight.isinf().sum())} Inf: {because}",
-                where=name,
-                hint="mend the weight, or leave it out with target",
-            )
+        finite(name, program.tensor(name), because)
+
+
+def finite(name: str, weight: torch.Tensor, because: str) -> None:
+    """Refuse one weight that holds NaN or Inf; without values nothing is known.
+
+    Raises:
+        PlanError: names the weight and counts its entries.
+    """
+    if not weight.is_meta and not torch.isfinite(weight).all():
+        raise PlanError(
+            f"`{name}` holds {int(weight.isnan().sum())} NaN and {int(weight.isinf().sum())} Inf: {because}",
+            where=name,
+            hint="mend the weight, or leave it out with target",
+        )
 
 
 def fits(name: str, pattern: str) -> bool:

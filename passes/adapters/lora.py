@@ -86,6 +86,7 @@ class Lora(Pass):
                 continue
             a, b = _shapes(program, uses[0], self.rank)
             detail = {"kind": uses[0].kind, "form": form, "rank": self.rank, "scale": scale, "uses": len(uses)}
+            detail["axes"] = list(_order(uses[0]))
             plan.sites.append(Site(name, "weight", {**detail, "in": a[-1], "out": b[-2]}))
         self._describe(program, plan, selection)
         return plan
@@ -132,7 +133,7 @@ class Lora(Pass):
         else:
             a, b = lowrank.initial_a(shapes[0], self.init, use.name), torch.zeros(shapes[1])
         return tuple(
-            editor.parameter(f"{stem}.{n}", t.to(weight.device, weight.dtype)) for n, t in (("A", a), ("B", b))
+            editor.parameter(f"{stem}.{n}", t.to(program.home(use.name), weight.dtype)) for n, t in (("A", a), ("B", b))
         )
 
     def _beside(self, editor: Editor, use: WeightUse, a, b, scale: float) -> None:
@@ -146,6 +147,16 @@ class Lora(Pass):
     def preserves(self, program: Program, plan: PassPlan) -> Contract:
         """Exact: one of the two factors is zero at the start."""
         return Exact()
+
+    def fold(self, program: Program, sites: list[Site], prefix: str, weights: dict[str, torch.Tensor]) -> str | None:
+        """``W + s B A``, added in float32 or wider and rounded once."""
+        for site in sites:
+            weight, stem = weights[site.address], site.address.removesuffix(".weight")
+            wide = torch.promote_types(weight.dtype, torch.float32)
+            a, b = (program.tensor(f"{prefix}.{stem}.{n}").detach().to(wide) for n in ("A", "B"))
+            axes, scale = tuple(site.detail["axes"]), site.detail["scale"]
+            weights[site.address] = lowrank.updated_weight(weight.to(wide), a, b, scale, axes).to(weight.dtype)
+        return None
 
     def inert(self, name: str) -> str | None:
         """A learns once B has moved: its first gradient is as small as the first step of the optimiser."""

@@ -173,6 +173,14 @@ class Exits(Pass):
             return f"`threshold` is {detail.get('threshold')!r}, must be a number or null"
         return None
 
+    def fold(self, program: Program, sites: list[Site], prefix: str, weights: dict[str, torch.Tensor]) -> str | None:
+        """Nothing to do where no exit can fire."""
+        for site in sites:
+            threshold = float(program.tensor(f"{prefix}.{site.detail['at']}.threshold"))
+            if threshold != NEVER:
+                return f"its exit at {site.address} leaves at a score of {threshold:.3g}"
+        return None
+
     def preserves(self, program: Program, plan: PassPlan) -> Contract:
         """Exact while no exit can fire."""
         return Exact() if all(s.detail["threshold"] is None for s in plan.sites or ()) else Structural()

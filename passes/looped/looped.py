@@ -176,6 +176,16 @@ class Looped(Pass):
             editor.add_cache_outputs({n: mapping[n] for n in loop.nodes if n in output_nodes})
         editor.redirect(exit_, state, only=readers.__contains__)
 
+    def fold(self, program: Program, sites: list[Site], prefix: str, weights: dict[str, torch.Tensor]) -> str | None:
+        """Nothing to do for a loop that changes nothing: its scalar is still 0, or it has one step."""
+        for number, site in enumerate(sites):
+            scalar = (
+                program.tensor(f"{prefix}.{f'{number}.' if number else ''}scalar") if site.detail["steps"] > 1 else 0
+            )
+            if float(scalar) != 0:
+                return f"its loop over {site.address} mixes with a scalar of {float(scalar):.3g}"
+        return None
+
     def preserves(self, program: Program, plan: PassPlan) -> Contract:
         """Exact with the scalar at 0 or a single step."""
         neutral = all(s.detail["scalar"] == 0 or s.detail["steps"] == 1 for s in plan.sites or ())

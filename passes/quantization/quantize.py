@@ -16,7 +16,7 @@ from hcx.rewrite.passbase import Pass
 from hcx.rewrite.plan import PassPlan, Reason, Site, Skip
 from hcx.rewrite.program import Program
 from hcx.rewrite.values import fake_mode_of
-from hcx.rewrite.weight_targets import base_count, require_finite, select
+from hcx.rewrite.weight_targets import base_count, finite, require_finite, select
 from hcx.rewrite.weights import WeightUse, base_tensors, find_weights
 from torch import fx
 
@@ -24,6 +24,7 @@ from .packing import fields
 from .rounding import Layout, dequantise, dequantise_rows, quantise
 
 USUAL = ("linear", "addmm", "matmul", "einsum", "conv", "experts")
+_SPREADS = "each would take its whole group with it"
 WIDTHS = (2, 3, 4, 5, 6, 7, 8, 16)
 
 
@@ -71,7 +72,7 @@ class Quantize(Pass):
         selection = select(program, self.target, USUAL)
         if not selection.chosen:
             plan.skips.append(Skip("model", Reason.NOT_SELECTED, "no weight inside a residual branch; give target"))
-        require_finite(program, selection.chosen, "each would take its whole group with it")
+        require_finite(program, selection.chosen, _SPREADS)
         done: set[str] = set()
         for name, uses in selection.chosen.items():
             if name in done:
@@ -108,7 +109,7 @@ class Quantize(Pass):
             if layout.bits < 16:
                 own = [u for u in uses if site.address in u.names]
                 if layout.bits not in constants:
-                    device = program.tensor(site.address).device
+                    device = program.home(site.address)
                     constants[layout.bits] = [editor.constant("fields", t.to(device)) for t in fields(layout.bits)]
                 _replace(program, editor, site.address, own, layout, constants[layout.bits])
 
@@ -117,6 +118,12 @@ class Quantize(Pass):
         if all(s.detail["bits"] == 16 for s in plan.sites or ()):
             return Exact()
         return Structural() if self.max_kl is None else Metric("kl", self.max_kl)
+
+    def fold(self, program: Program, sites: list[Site], prefix: str, weights: dict[str, torch.Tensor]) -> str | None:
+        """The weights that the codes stand for, in the dtype that they are used in."""
+        found = dequantised(program)
+        weights.update({s.address: found[s.address] for s in sites if s.address in found})
+        return None
 
     def perturbed(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Other codes; scales that are a tenth larger."""
@@ -199,7 +206,8 @@ def _rows(layout: Layout, dtype: torch.dtype) -> Callable:
 
 def _replace(program: Program, editor: Editor, name: str, uses: list[WeightUse], layout: Layout, constants) -> None:
     """Redirect everything that reads a parameter, under any of its names, and drop it."""
-    weight, names = program.tensor(name), uses[0].names
+    weight, names = program.read(name), uses[0].names
+    finite(name, weight, _SPREADS)
     parts = [editor.buffer(f"{_stem(name)}.{k}", t) for k, t in quantise(weight, layout).items()]
     for use in uses:
         if use.kind == "embedding" and use.reader is use.node and layout.columns == (1,):

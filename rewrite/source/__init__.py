@@ -34,6 +34,7 @@ def open_model(
     dtype: str | None = None,
     text: str | None = None,
     inputs: str | None = None,
+    lazy: bool = False,
 ) -> ModelSource:
     """Open a model and make one example call for it.
 
@@ -45,6 +46,7 @@ def open_model(
         dtype: name of a floating torch dtype to convert to, such as "bfloat16"; default is the checkpoint's own.
         text: text for the example instead of the built-in paragraph, for models that read token ids.
         inputs: a .safetensors file whose tensors are the example's keyword arguments by name.
+        lazy: leave the weights of a Hugging Face folder in their files; the model is then on ``meta``.
 
     Returns:
         The source. Its model is in eval mode and otherwise as it was built or saved.
@@ -60,4 +62,4 @@ def open_model(
     from .opening import open_any
     from .request import Request
 
-    return open_any(Request(spec, trust, arch, dtype, text, inputs))
+    return open_any(Request(spec, trust, arch, dtype, text, inputs, lazy or None))

@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     import torch
     from torch.export import ExportedProgram
 
+    from ..stored import Stored
+
 KINDS = ("hf", "gguf", "factory", "pickle", "state_dict", "pt2", "hcx")
 
 
@@ -25,6 +27,7 @@ class ModelSource:
         companions: bytes of the small files beside the weights by file name: config, tokenizer, chat template.
         exported: the program of kind "pt2".
         path: the file or folder that was opened; None for a factory.
+        stored: where the tensors lie of a model that was opened on ``meta``, by name.
     """
 
     model: torch.nn.Module | None
@@ -35,3 +38,4 @@ class ModelSource:
     companions: dict[str, bytes] = field(default_factory=dict)
     exported: ExportedProgram | None = None
     path: str | None = None
+    stored: dict[str, Stored] = field(default_factory=dict)

@@ -15,11 +15,15 @@ if TYPE_CHECKING:
 
     import torch
 
+    from ..stored import Stored
+
 
 def open_any(request: Request) -> ModelSource:
     """Open whatever the spec names; an existing path comes before a factory."""
     request.torch_dtype()
     path = Path(request.spec)
+    if not path.is_dir():
+        request.refuse("other than a folder", "lazy")
     try:
         if path.is_dir():
             return _open_folder(path, request)
@@ -41,11 +45,13 @@ def open_any(request: Request) -> ModelSource:
 
 def _open_folder(path: Path, request: Request) -> ModelSource:
     if path.suffix == ".hcx":
+        request.refuse("hcx", "lazy")
         return ModelSource(None, (), {}, "hcx", path.name, path=str(path))
     names = sorted(item.name for item in path.iterdir())
     ggufs = [name for name in names if name.endswith(".gguf")]
     weights = any(name.endswith((".safetensors", ".bin")) for name in names)
     if len(ggufs) == 1 and not ("config.json" in names and weights):
+        request.refuse("gguf", "lazy")
         return _open_gguf(path / ggufs[0], request)
     if "config.json" not in names or "adapter_config.json" in names:
         raise _no_model(path, names, ggufs)
@@ -54,10 +60,17 @@ def _open_folder(path: Path, request: Request) -> ModelSource:
 
     request.refuse("hf", "arch")
     companions = read_companions(path)
-    model = load_model(path, trust=request.trust, dtype=request.torch_dtype())
+    stored: dict[str, Stored] = {}
+    if request.lazy:
+        from .lazy import lazy_model
+
+        request.refuse("hf that is read lazily", "dtype")
+        model, stored = lazy_model(path, trust=request.trust)
+    else:
+        model = load_model(path, trust=request.trust, dtype=request.torch_dtype())
     tokenizer = (lambda: load_tokenizer(path, trust=request.trust)) if has_tokenizer(names) else None
     kwargs = _example(model, tokenizer, request)
-    return ModelSource(model, (), kwargs, "hf", path.resolve().name, companions, path=str(path))
+    return ModelSource(model, (), kwargs, "hf", path.resolve().name, companions, path=str(path), stored=stored)
 
 
 def _open_file(path: Path, request: Request) -> ModelSource:

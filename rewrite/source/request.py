@@ -21,6 +21,7 @@ class Request:
     dtype: str | None = None
     text: str | None = None
     inputs: str | None = None
+    lazy: bool | None = None
 
     def torch_dtype(self) -> torch.dtype | None:
         """The floating torch dtype asked for.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import SourceError
@@ -53,6 +54,31 @@ def check_safetensors(path: Path) -> int:
     if expected != data_size:
         raise damaged(path, f"its header describes {expected} bytes of data and the file holds {data_size}")
     return len(spans)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a file: dtype as the format spells it, shape, and its bytes ``[start, stop)`` in the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def entries(path: Path) -> dict[str, Entry]:
+    """What a file holds by name, from its header alone.
+
+    Raises:
+        SourceError: the header is damaged.
+    """
+    header, data_size = _header(path)
+    offset, found = path.stat().st_size - data_size, {}
+    for name, entry in header.items():
+        if name != "__metadata__":
+            start, stop, _ = _span(path, name, entry)
+            found[name] = Entry(entry["dtype"], tuple(entry["shape"]), offset + start, offset + stop)
+    return found
 
 
 def _header(path: Path) -> tuple[dict, int]:

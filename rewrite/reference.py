@@ -1,0 +1,28 @@
+"""The eager oracle of a Program that came from a file: a model that is loaded afterwards, behind the flat interface."""
+
+from __future__ import annotations
+
+import torch
+
+from .program import Program
+from .signature import tensor_indices
+from .structure import Structure, kinds
+from .tracer import EagerReference
+
+
+def reference_for(program: Program, model: torch.nn.Module) -> EagerReference:
+    """An eager model with the Program's own call, to compare the two over the same flat inputs.
+
+    Caches and positions are left to the model where the caches are empty, as everywhere.
+    """
+    signature = program.signature
+    arguments = signature.arguments
+    spec = {"kind": "dict", "keys": [a.name for a in arguments], "items": [a.spec for a in arguments]}
+    structure = Structure(spec, [i.name for i in signature.inputs])
+    fills = {a.name: {signature.inputs[i].fill for i in tensor_indices(a.spec)} for a in arguments}
+    optional = {n: "empty" in kind for n, kind in fills.items() if kind & {"empty", "positions"}}
+    positions = {a.name: a.position for a in arguments if a.position is not None}
+    reference = EagerReference(model, structure, positions, optional)
+    if {"int", "float"} & set(kinds(signature.outputs.spec)):
+        reference.outputs = signature.outputs
+    return reference
