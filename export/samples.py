@@ -53,7 +53,10 @@ def with_past(program: Any, flat: Flat) -> Flat | None:
         if len(matches) != 1:
             return None
         step[index] = matches[0].detach().clone()
-    past = step[caches[0]].shape[specs[caches[0]].shape.index("past")] if "past" in specs[caches[0]].shape else 0
+    grown = next(((i, s.shape.index("past")) for i, s in enumerate(specs) if i in caches and "past" in s.shape), None)
+    tokens = program.signature.tokens
+    past = flat[[s.name for s in specs].index(tokens)].shape[1] if tokens else 0  # what states of fixed size have seen
+    past = step[grown[0]].shape[grown[1]] if grown else past
     for index, spec in enumerate(specs):
         axis = next((a for a, d in enumerate(spec.shape) if isinstance(d, str) and "past+" in d), None)
         if axis is not None and _fill(spec) != "ones":

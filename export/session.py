@@ -71,7 +71,12 @@ class OnnxSession:
             ) from error
 
     def greedy(
-        self, input_ids: torch.Tensor, steps: int, *, attention_mask: torch.Tensor | None = None
+        self,
+        input_ids: torch.Tensor,
+        steps: int,
+        *,
+        attention_mask: torch.Tensor | None = None,
+        inputs: dict[str, torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Prompt and ``steps`` greedy tokens of a decoder, through its cache.
 
@@ -89,7 +94,9 @@ class OnnxSession:
                 hint="export it with hcx.export.to_onnx",
             )
         names = self.signature.outputs.names
-        return decode(self.signature, self.run_flat, names, input_ids, steps, attention_mask=attention_mask)[0]
+        return decode(
+            self.signature, self.run_flat, names, input_ids, steps, attention_mask=attention_mask, inputs=inputs
+        )[0]
 
     def _by_name(self, args: tuple, kwargs: dict) -> list[torch.Tensor]:
         given = dict(zip(self.input_names, args, strict=False)) | kwargs

@@ -8,6 +8,7 @@ model returns, never by the kind of model.
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import torch
 from torch.export._trace import _compiling_state_context
 
+from .caches import blank, differs, is_pair, without_encoder
 from .errors import TraceError, UsageError
 from .structure import Structure, flatten
 
@@ -207,6 +209,10 @@ def close(got: torch.Tensor, expected: torch.Tensor) -> bool:
     return (got[finite].double() - reference).abs().max().item() <= limit
 
 
+GOES_ON = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.05}
+"""Largest difference between going on from a cache and starting over, relative to the rms; above it, it is no rounding."""
+
+
 class CachedCalls:
     """Calls of a decoder with a cache of any length, made from one example without.
 
@@ -215,16 +221,24 @@ class CachedCalls:
         call: the example, with its mask.
         cache: name of the argument that takes the cache; the output has a field of the same name.
         positions: name of the argument for positions, or None.
+        empty: what to start from where the model's own empty cache cannot stay as it is in a graph, or None.
     """
 
-    def __init__(self, model: torch.nn.Module, call: Call, ids: str, cache: str, positions: str | None):
+    def __init__(
+        self, model: torch.nn.Module, call: Call, ids: str, cache: str, positions: str | None, empty: Any = None
+    ):
         self.model, self.call, self.ids, self.cache, self.positions = model, call, ids, cache, positions
+        self.empty = empty
 
     def make(self, past: int, batch: int | None = None, length: int | None = None) -> Call:
-        """The example's tokens, repeated to ``[batch, length]``, after a cache of ``past`` tokens."""
+        """The example's tokens, repeated to ``[batch, length]``, after a cache of ``past`` tokens.
+
+        Other inputs have their rows repeated.
+        """
         example = self.call.values[self.ids]
         batch, length = batch or example.shape[0], length or example.shape[1]
         tokens = _tiled(example, batch, past + length)
+        call = self._rows(batch)
         changes: dict[str, Any] = {self.ids: tokens[:, past:]}
         plain: dict[str, Any] = {self.ids: tokens[:, :past]}
         mask = self.ids.removesuffix("input_ids") + "attention_mask"
@@ -232,24 +246,62 @@ class CachedCalls:
             given = _tiled(self.call.values[mask], batch, length)
             plain[mask] = torch.ones_like(plain[self.ids], dtype=given.dtype)
             changes[mask] = torch.cat([plain[mask], given], 1)
+        if self.empty is not None:
+            plain[self.cache] = copy.deepcopy(self.empty)
         with reference_mode(self.model), torch.no_grad():
-            output = invoke(self.model, self.call.replaced(**plain))
-        changes[self.cache] = _field(output, self.cache)
+            output = invoke(self.model, call.replaced(**plain))
+        changes[self.cache] = without_encoder(_field(output, self.cache))
         if self.positions:
             changes[self.positions] = (
                 torch.arange(past, past + length, device=example.device).expand(batch, length).contiguous()
             )
-        return self.call.replaced(**changes)
+        return call.replaced(**changes)
+
+    def check(self) -> None:
+        """Whether eager goes on from its cache as it would have from the start.
+
+        Raises:
+            TraceError: it does not, or takes single tokens only. One graph cannot stand for both kinds of call then.
+        """
+        past, length = 3, 4
+        going_on, tokens = self.make(past, 2, length), _tiled(self.call.values[self.ids], 2, past + length)
+        mask = self.ids.removesuffix("input_ids") + "attention_mask"
+        masks = {mask: going_on.values[mask]} if going_on.values.get(mask) is not None else {}
+        start = self._rows(2).replaced(**{self.ids: tokens}, **masks)
+        what = "the model does not go on from its own cache with several tokens at once as it does from the start"
+        try:
+            with reference_mode(self.model), torch.no_grad():
+                got, expected = (_without(invoke(self.model, c), self.cache) for c in (going_on, start))
+        except Exception as error:
+            raise TraceError(f"{what}: {error}", where=type(self.model).__name__) from error
+        for name, whole in expected.items():
+            part = got.get(name)
+            if whole.dim() == 3 and part is not None and whole.shape[1] == past + length and part.shape[1] == length:
+                gap = (part - whole[:, past:]).abs().max().item()
+                if gap > GOES_ON.get(whole.dtype, 1e-3) * whole.square().mean().sqrt().item():
+                    raise TraceError(f"{what}: `{name}` differs by {gap:.3g}", where=type(self.model).__name__)
+
+    def _rows(self, batch: int) -> Call:
+        tensors, structure = self.call.flat()
+        rows = self.call.values[self.ids].shape[0]
+        tensors = [_tiled(t, batch) if t.dim() and t.shape[0] == rows else t for t in tensors]
+        return Call(structure.rebuild(tensors), self.call.positions)
 
 
-def _tiled(tensor: torch.Tensor, batch: int, length: int) -> torch.Tensor:
-    rows = tensor.repeat(-(-batch // tensor.shape[0]), -(-length // tensor.shape[1]))
-    return rows[:batch, :length].contiguous()
+def _tiled(tensor: torch.Tensor, *sizes: int) -> torch.Tensor:
+    """Repeat and cut the first dimensions to the given sizes."""
+    for axis, size in enumerate(sizes):
+        tensor = torch.cat([tensor] * -(-size // tensor.shape[axis]), axis).narrow(axis, 0, size)
+    return tensor.contiguous()
 
 
 def cached_calls(model: torch.nn.Module, call: Call, others: dict[str, str]) -> CachedCalls | None:
-    """A maker of cached calls, or None where the model does not return the cache that it takes."""
-    ids = next((n for n in ("input_ids", "decoder_input_ids") if isinstance(call.values.get(n), torch.Tensor)), None)
+    """A maker of cached calls, or None where the model does not return the cache that it takes.
+
+    Raises:
+        TraceError: the cache cannot be part of a graph for every length.
+    """
+    ids = next((n for n in ("decoder_input_ids", "input_ids") if isinstance(call.values.get(n), torch.Tensor)), None)
     if ids is None or call.values[ids].dim() != 2:
         return None
     with reference_mode(model), torch.no_grad():
@@ -258,8 +310,47 @@ def cached_calls(model: torch.nn.Module, call: Call, others: dict[str, str]) -> 
         value = _field(output, name)
         if value is not None and not isinstance(value, torch.Tensor) and flatten(value)[0]:
             positions = ids.removesuffix("input_ids") + "position_ids"
-            return CachedCalls(model, call, ids, name, positions if positions in others else None)
+            return CachedCalls(
+                model,
+                call,
+                ids,
+                name,
+                positions if positions in others else None,
+                _start(model, call, name, value, output) if differs(value) else None,
+            )
     return None
+
+
+def _start(model: torch.nn.Module, call: Call, name: str, cache: Any, output: Any) -> Any:
+    """An empty cache that a graph can start from, with which eager gives what it gave without."""
+    empty = blank(cache)
+    with reference_mode(model), torch.no_grad():
+        other = invoke(model, call.replaced(**{name: copy.deepcopy(empty)}))
+    left, right = (_without(o, name) for o in (output, other))
+    if left.keys() != right.keys() or not all(close(right[n], t) for n, t in left.items()):
+        raise TraceError(
+            f"the model gives something else with a cache {type(cache).__name__} that keeps all keys of every layer",
+            where=type(model).__name__,
+        )
+    return empty
+
+
+def _without(output: Any, name: str) -> dict[str, torch.Tensor]:
+    tensors, structure = flatten(output)
+    return {n: t for n, t in zip(structure.names, tensors, strict=True) if n.split(".")[0] != name}
+
+
+def own_cache(output: Any, name: str | None) -> Any:
+    """An output whose cache, under this name, holds only what a graph keeps of it."""
+    cache = None if name is None else _field(output, name)
+    if cache is None or not is_pair(cache):
+        return output
+    new = copy.copy(output)
+    if isinstance(new, dict):
+        new[name] = without_encoder(cache)
+    else:
+        setattr(new, name, without_encoder(cache))
+    return new
 
 
 def _field(output: Any, name: str) -> Any:

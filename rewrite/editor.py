@@ -247,12 +247,12 @@ class Editor:
         last = placeholders[-1]
         for argument in signature.arguments:
             for slot, siblings in list_items(argument.spec, set(indices)):
-                number = slot_number(signature.inputs)
+                number = len(siblings)
                 renumbered: dict[int, int] = {}
                 for index in tensor_indices(slot):
                     old = signature.inputs[index]
                     node = self._new_placeholder(
-                        last, placeholders[index], f"{CACHE}.{number}.{old.name.rsplit('.', 1)[-1]}"
+                        last, placeholders[index], f"{CACHE}.{number}.{old.name.split('.', 2)[2]}"
                     )
                     renumbered[index] = len(signature.inputs)
                     signature.inputs.append(InputSpec(node.meta["hcx_name"], old.dtype, old.shape, old.fill))
@@ -280,11 +280,11 @@ class Editor:
         wanted = {i for i, n in enumerate(flat[:count]) if n in outputs and structure.names[i].startswith("present.")}
         added: list[fx.Node] = []
         for slot, siblings in list_items(structure.spec, wanted):
-            number = 1 + max(int(n.split(".")[1]) for n in structure.names if n.startswith("present."))
+            number = len(siblings)
             renumbered: dict[int, int] = {}
             for index in tensor_indices(slot):
                 renumbered[index] = len(structure.names)
-                structure.names.append(f"present.{number}.{structure.names[index].rsplit('.', 1)[-1]}")
+                structure.names.append(f"present.{number}.{structure.names[index].split('.', 2)[2]}")
                 added.append(outputs[flat[index]])
             siblings.append(renumber(slot, renumbered))
         output.args = (tuple([*flat[:count], *added, *flat[count:]]),)
@@ -315,11 +315,6 @@ def list_items(spec: dict, wanted: set[int]) -> list[tuple[dict, list]]:
             inner = [(item, spec["items"])]
         found += inner
     return found
-
-
-def slot_number(inputs: list[InputSpec]) -> int:
-    """Number of the next cache slot."""
-    return 1 + max(int(i.name.split(".")[1]) for i in inputs if i.fill == "empty")
 
 
 def renumber(spec: dict, mapping: dict[int, int]) -> dict:

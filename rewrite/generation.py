@@ -20,17 +20,20 @@ def greedy(
     *,
     attention_mask: torch.Tensor | None = None,
     stop: int | None = None,
+    inputs: dict[str, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Prompt and ``steps`` greedy tokens.
 
     Args:
-        input_ids: ``[batch, length]``, padded on the left where a mask says so.
+        input_ids: ``[batch, length]``, padded on the left where a mask says so; of a model with an encoder the
+            decoder's tokens.
         steps: number of new tokens.
         attention_mask: ``[batch, length]``; positions then count from each row's first real token.
         stop: token that ends a row; the rest of the row is filled with it.
+        inputs: the program's other inputs by name, such as the encoder's.
 
     Raises:
-        UsageError: the program does not take ``input_ids``.
+        UsageError: the program takes no tokens, or an input is missing.
     """
     return decode(
         program.signature,
@@ -40,6 +43,7 @@ def greedy(
         steps,
         attention_mask=attention_mask,
         stop=stop,
+        inputs=inputs,
     )[0]
 
 
@@ -52,17 +56,17 @@ def decode(
     *,
     attention_mask: torch.Tensor | None = None,
     stop: int | None = None,
+    inputs: dict[str, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """As :func:`greedy` for anything that runs flat inputs; also returns the last logits of each step."""
-    names = [i.name for i in signature.inputs]
-    if "input_ids" not in names:
+    if signature.tokens is None:
         raise UsageError("this model does not take `input_ids`, so it cannot generate text", where=signature.model)
     mask = attention_mask if attention_mask is not None else torch.ones_like(input_ids)
     tokens, cache, logits = input_ids, {}, []
     done = torch.zeros(input_ids.shape[0], dtype=torch.bool)
     for _ in range(steps):
         window = tokens[:, -1:] if cache else tokens
-        flat = _flat(signature, window, mask, cache)
+        flat = signature.by_name({**(inputs or {}), **cache, **_tokens(signature.tokens, window, mask)})
         with torch.no_grad():
             outputs = dict(zip(output_names, run(flat), strict=False))
         last = outputs["logits"][:, -1]
@@ -80,29 +84,8 @@ def decode(
     return tokens, logits
 
 
-def _flat(
-    signature: CallSignature, window: torch.Tensor, mask: torch.Tensor, cache: dict[str, torch.Tensor]
-) -> list[torch.Tensor]:
-    values: dict[str, torch.Tensor] = {"input_ids": window, **cache}
+def _tokens(name: str, window: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The inputs that belong to new tokens: ids, mask of all tokens so far, and positions that skip what is masked."""
+    prefix = name.removesuffix("input_ids")
     positions = (mask.cumsum(1) - 1).clamp_min(0)[:, -window.shape[1] :]
-    for spec in signature.inputs:
-        if spec.name == "attention_mask":
-            values[spec.name] = mask.to(spec.dtype)
-        elif spec.name == "position_ids":
-            values[spec.name] = positions.to(spec.dtype).contiguous()
-    flat: list[torch.Tensor] = []
-    for spec in signature.inputs:
-        if spec.name in values:
-            flat.append(values[spec.name])
-        elif spec.fill == "empty":
-            flat.append(
-                torch.ones(
-                    [window.shape[0] if d == "batch" else 0 if d == "past" else int(d) for d in spec.shape],
-                    dtype=spec.dtype,
-                )
-            )
-        else:
-            raise UsageError(
-                f"generation does not know what to give for the input `{spec.name}`", where=signature.model
-            )
-    return flat
+    return {name: window, f"{prefix}attention_mask": mask, f"{prefix}position_ids": positions.contiguous()}

@@ -71,7 +71,8 @@ def _one(spec: InputSpec, example: torch.Tensor, sizes: dict[str, int], seed: in
     if spec.fill == "positions":
         return torch.arange(shape[-1], dtype=spec.dtype).expand(shape).contiguous()
     if spec.fill is not None:
-        return torch.ones(shape, dtype=spec.dtype, device=example.device)
+        make = torch.zeros if spec.fill == "empty" else torch.ones
+        return make(shape, dtype=spec.dtype, device=example.device)
     if seed and example.dim() and isinstance(spec.shape[0], str) and example.shape[0]:
         example = example.roll(seed, 0)
     if (

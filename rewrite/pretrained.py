@@ -11,20 +11,21 @@ import torch
 
 from .errors import UsageError
 from .observe import observe
+from .pretrained_cache import from_flat, to_flat
 from .program import Program
-from .signature import CACHE
 
 
 def as_pretrained(program: Program):
     """A ``PreTrainedModel`` with ``GenerationMixin`` over the same tensors.
 
     State-dict keys are the source model's (plus what passes added), so checkpoints load back into the Program. Caches
-    are ``DynamicCache`` objects with one layer a slot; blocks of a loop have slots of their own.
+    are ``DynamicCache`` objects with one layer a slot; blocks of a loop have slots of their own. A model with an encoder
+    runs it in every step.
 
     Raises:
         UsageError: the program does not take ``input_ids``, or there is no configuration.
     """
-    if "input_ids" not in [i.name for i in program.inputs] or "logits" not in program.output_names:
+    if program.signature.tokens is None or "logits" not in program.output_names:
         raise UsageError("as_pretrained() is for programs from `input_ids` to `logits`", where=program.signature.model)
     return _model_class()(config_of(program), program)
 
@@ -46,9 +47,28 @@ def config_of(program: Program):
         return PretrainedConfig(**data)
 
 
+class _Source(torch.nn.Module):
+    """Stands where `generate` expects an encoder and passes its input on: the Program's graph encodes it itself."""
+
+    def __init__(self, main_input_name: str):
+        super().__init__()
+        self.main_input_name = main_input_name
+
+    def forward(self, **kwargs):
+        from transformers.modeling_outputs import BaseModelOutput
+
+        return BaseModelOutput(last_hidden_state=kwargs[self.main_input_name])
+
+
+def _shifted(labels: torch.Tensor, config: Any) -> torch.Tensor:
+    """Decoder tokens for these labels: one step later, after the start token."""
+    start = torch.full_like(labels[:, :1], config.decoder_start_token_id)
+    return torch.cat([start, labels[:, :-1].masked_fill(labels[:, :-1] == -100, config.pad_token_id)], 1)
+
+
 @cache
 def _model_class():
-    from transformers import DynamicCache, GenerationConfig, GenerationMixin, PreTrainedModel
+    from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
     from transformers.loss.loss_utils import ForCausalLMLoss
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
@@ -68,12 +88,21 @@ def _model_class():
             self._tied_weights_keys = {name: group[0] for group in groups for name in group[1:]}
             self.all_tied_weights_keys = dict(self._tied_weights_keys)
             self.training = program.training
+            self.__dict__["_source"] = None
+            if program.signature.tokens == "decoder_input_ids":
+                self.main_input_name = next(
+                    s.name for s in program.inputs if s.fill is None and s.name != "decoder_input_ids"
+                )
+                self.__dict__["_source"] = _Source(self.main_input_name)
+            self._is_stateful = any(s.fill == "empty" and "past" not in s.shape for s in program.inputs)
             source = getattr(getattr(program.reference, "model", None), "generation_config", None)
             if source is not None:
                 self.generation_config = copy.deepcopy(source)
             elif "generation_config.json" in program.companions:
                 stored = json.loads(program.companions["generation_config.json"])
                 self.generation_config = GenerationConfig.from_dict(stored)
+            if not program.signature.has_cache:  # else `generate` passes on the last token alone
+                self.generation_config.use_cache = False
 
         def train(self, mode: bool = True):
             self.program.train(mode)
@@ -84,37 +113,32 @@ def _model_class():
             pass
 
         def forward(self, input_ids=None, attention_mask=None, position_ids=None, cache=None, past_key_values=None,
-                    labels=None, use_cache=None, output_hidden_states=None, logits_to_keep=0, **kwargs):  # fmt: skip
+                    labels=None, use_cache=None, output_hidden_states=None, logits_to_keep=0, decoder_input_ids=None,
+                    decoder_attention_mask=None, encoder_outputs=None, **kwargs):  # fmt: skip
             cache = cache if cache is not None else past_key_values
-            flat = self._inputs(input_ids, attention_mask, position_ids, cache)
+            if labels is not None and self._source is not None and decoder_input_ids is None:
+                decoder_input_ids = _shifted(labels, self.config)
+            given = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids, **kwargs,
+                     "decoder_input_ids": decoder_input_ids, "decoder_attention_mask": decoder_attention_mask}  # fmt: skip
+            if self._source is not None and encoder_outputs is not None:
+                given[self.main_input_name] = encoder_outputs[0]
+            past = {} if cache is None else to_flat(cache)
+            given = {n: t for n, t in given.items() if isinstance(t, torch.Tensor)}
+            flat = self.program.signature.by_name({**given, **past})
             outputs = dict(zip(self.program.output_names, self.program.run_flat(flat), strict=True))
             logits = outputs["logits"]
             if isinstance(logits_to_keep, int) and logits_to_keep:
                 logits = logits[:, -logits_to_keep:]
             loss = None
             if labels is not None:
-                batch_items = {k: v for k, v in kwargs.items() if k == "num_items_in_batch"}
-                loss = ForCausalLMLoss(logits=logits, labels=labels, vocab_size=logits.shape[-1], **batch_items)
+                more = {k: v for k, v in kwargs.items() if k == "num_items_in_batch"}
+                if self._source is not None:
+                    more["shift_labels"] = labels  # the decoder's tokens are moved already
+                loss = ForCausalLMLoss(logits=logits, labels=labels, vocab_size=logits.shape[-1], **more)
             hidden = self._hidden(flat) if output_hidden_states else None
             kept = use_cache is not False and self.program.signature.has_cache and not self.training
-            return CausalLMOutputWithPast(loss, logits, self._cache(cache, outputs) if kept else None, hidden)
-
-        def _inputs(self, input_ids, attention_mask, position_ids, cache) -> list[torch.Tensor]:
-            signature = self.program.signature
-            past = {} if cache is None else _flat_cache(cache)
-            length = next(iter(past.values())).shape[-2] if past else 0
-            batch, new = input_ids.shape
-            if attention_mask is None:
-                attention_mask = input_ids.new_ones(batch, length + new)
-            if position_ids is None:
-                position_ids = torch.arange(length, length + new, device=input_ids.device).expand(batch, new)
-            given = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids, **past}
-            flat = [given[s.name].to(s.dtype) if s.name in given else None for s in signature.inputs]
-            sizes = {"batch": batch, "sequence": new, "past": length}
-            return [
-                t if t is not None else _empty(s, sizes, input_ids.device)
-                for t, s in zip(flat, signature.inputs, strict=True)
-            ]
+            present = {n.removeprefix("present."): t for n, t in outputs.items() if n.startswith("present.")}
+            return CausalLMOutputWithPast(loss, logits, from_flat(cache, present) if kept else None, hidden)
 
         def _hidden(self, flat: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
             """The stream at every boundary of the original blocks; several streams are reduced first."""
@@ -123,33 +147,14 @@ def _model_class():
             values = observe(self.program, [b.node for b in boundaries], flat)
             return tuple(v if b.carrier.kind == "plain" else v.mean(0) for v, b in zip(values, boundaries, strict=True))
 
-        def _cache(self, cache, outputs: dict[str, torch.Tensor]):
-            cache = cache if cache is not None else DynamicCache()
-            present = {n.removeprefix("present."): t for n, t in outputs.items() if n.startswith("present.")}
-            for number in range(1 + max(int(n.split(".")[0]) for n in present)):
-                if number == len(cache.layers):
-                    from transformers.cache_utils import DynamicLayer
+        @property
+        def encoder(self):
+            """What `generate` asks for the encoder's output; see :class:`_Source`."""
+            if self._source is None:
+                raise AttributeError("encoder")
+            return self._source
 
-                    cache.layers.append(DynamicLayer())
-                layer = cache.layers[number]
-                layer.keys, layer.values = present[f"{number}.key"], present[f"{number}.value"]
-                layer.device, layer.dtype, layer.is_initialized = layer.keys.device, layer.keys.dtype, True
-            return cache
+        def get_encoder(self, modality=None):
+            return self if self._source is None else self._source
 
     return HcxForCausalLM
-
-
-def _flat_cache(cache: Any) -> dict[str, torch.Tensor]:
-    found = {}
-    for number, layer in enumerate(cache.layers):
-        if getattr(layer, "is_initialized", False) and layer.keys is not None and layer.keys.numel():
-            found[f"{CACHE}.{number}.key"], found[f"{CACHE}.{number}.value"] = layer.keys, layer.values
-    return found
-
-
-def _empty(spec: Any, sizes: dict[str, int], device: torch.device) -> torch.Tensor:
-    from .signature import size_of
-
-    if spec.fill is None:
-        raise UsageError(f"the program also needs the input `{spec.name}`", where="as_pretrained")
-    return torch.ones([size_of(d, sizes) for d in spec.shape], dtype=spec.dtype, device=device)

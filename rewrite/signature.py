@@ -26,7 +26,7 @@ class InputSpec:
         dtype: dtype when traced.
         shape: one entry a dimension; equal names are equal sizes.
         fill: what an omitted input is filled with: ``ones`` (masks), ``positions`` (past, past+1, ...), ``empty``
-            (caches of length 0), or None when it must be given.
+            (caches of length 0, and zeros for states of fixed size), or None when it must be given.
     """
 
     name: str
@@ -141,6 +141,29 @@ class CallSignature:
         sizes = self._sizes(more)
         return [t if t is not None else _filled(spec, sizes, more) for t, spec in zip(more, self.inputs, strict=True)]
 
+    def by_name(self, given: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Flat inputs of a call from tensors by flat name; what may be left out is filled in, names unknown ignored.
+
+        Raises:
+            UsageError: an input is missing, or does not fit the others.
+        """
+        missing = [s.name for s in self.inputs if s.fill is None and s.name not in given]
+        if missing:
+            raise UsageError(
+                f"the program also needs the input `{missing[0]}`",
+                where=self.model,
+                hint="it takes " + ", ".join(s.name for s in self.inputs if s.fill != "empty"),
+            )
+        flat = [given[s.name].to(s.dtype) if s.name in given else None for s in self.inputs]
+        sizes = self._sizes(flat)
+        return [t if t is not None else _filled(s, sizes, flat) for t, s in zip(flat, self.inputs, strict=True)]
+
+    @property
+    def tokens(self) -> str | None:
+        """Name of the input whose tokens a decoder continues, or None."""
+        names = [spec.name for spec in self.inputs]
+        return next((n for n in ("decoder_input_ids", "input_ids") if n in names), None)
+
     def rebuild(self, flat_outputs: list) -> Any:
         """The model's own output structure."""
         return self.outputs.rebuild(flat_outputs)
@@ -203,6 +226,12 @@ class CallSignature:
                         f"dimension {axis} of `{spec.name}` is {size}, but `{dim}` is {sizes[dim]} in another input",
                         where=spec.name,
                     )
+        for spec, tensor in zip(self.inputs, flat, strict=True):
+            for axis, dim in enumerate(spec.shape if tensor is not None else ()):
+                unknown = [n for n in dim.split("+") if n not in sizes] if isinstance(dim, str) else ()
+                if len(unknown) == 1:  # a cache of fixed-size states does not tell how long the past is; a mask does
+                    known = sum(sizes[n] for n in dim.split("+") if n in sizes)
+                    sizes[unknown[0]] = max(0, tensor.shape[axis] - known)
         if "past" in self.dims:
             sizes.setdefault("past", 0)
         for spec, tensor in zip(self.inputs, flat, strict=True):
@@ -275,4 +304,5 @@ def _filled(spec: InputSpec, sizes: dict[str, int], flat: list) -> torch.Tensor:
     if spec.fill == "positions":
         start = sizes.get("past", 0)
         return torch.arange(start, start + shape[-1], device=first.device, dtype=spec.dtype).expand(shape).contiguous()
-    return torch.ones(shape, dtype=spec.dtype, device=first.device)
+    make = torch.zeros if spec.fill == "empty" else torch.ones
+    return make(shape, dtype=spec.dtype, device=first.device)

@@ -155,7 +155,7 @@ class _Walker:
             shell.__dict__[name] = None
 
         def build(fields: dict[str, Any]) -> Any:
-            new = copy.copy(shell)
+            new = _own_copy(shell)
             new.__dict__.update(fields)
             return new
 
@@ -169,6 +169,14 @@ class _Walker:
             "fields": list(attributes),
             "items": items,
         }
+
+
+def _own_copy(shell: Any) -> Any:
+    """What a model writes to an object in one call must not last until the next."""
+    try:
+        return copy.deepcopy(shell)
+    except Exception:  # holds something that cannot be copied, such as a lock
+        return copy.copy(shell)
 
 
 def holds_tensors(value: Any, depth: int = 6) -> bool:

@@ -7,6 +7,7 @@ put in), and the graph must give what eager gives before it is accepted.
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
 import io
 import logging
@@ -17,7 +18,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from .caches import OWN
 from .capture import (
+    GOES_ON,
+    PAST,
+    SEQUENCE,
     CachedCalls,
     Call,
     bind_call,
@@ -26,7 +31,7 @@ from .capture import (
     eager_outputs,
     enlarged,
     invoke,
-    on_meta,
+    own_cache,
     reference_mode,
     separate,
     sizes_by_probe,
@@ -51,14 +56,15 @@ class _Seen:
 class _Wrapper(torch.nn.Module):
     """Takes flat tensors, returns flat tensors; remembers the structure of the output."""
 
-    def __init__(self, model: torch.nn.Module, structure: Structure, positions: dict[str, int]):
+    def __init__(self, model: torch.nn.Module, structure: Structure, positions: dict[str, int], cache: str | None):
         super().__init__()
         self.m = model
         self._structure, self._positions, self.seen = [structure], positions, _Seen()
+        self._cache = cache
 
     def forward(self, *flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
         call = Call(self._structure[0].rebuild(list(flat)), self._positions)
-        tensors, outputs = flatten(invoke(self.m, call))
+        tensors, outputs = flatten(own_cache(invoke(self.m, call), self._cache))
         self.seen.outputs = outputs
         return tuple(tensors)
 
@@ -66,25 +72,45 @@ class _Wrapper(torch.nn.Module):
 class EagerReference:
     """The source model behind the Program's flat interface: the oracle of every check.
 
-    A call with empty caches goes to the model as the user would make it, without caches.
+    A call with empty caches goes to the model as the user would make it, without caches; where the graph keeps more in
+    its cache than the model does, with an empty cache of that kind.
+
+    Args:
+        optional: arguments that calls may leave out -> whether it is the cache (else positions).
+        growing: flat inputs of the cache that get longer with every token; the rest of it has a fixed size.
+        empty: the empty cache of that kind, or None.
     """
 
     def __init__(
-        self, model: torch.nn.Module, structure: Structure, positions: dict[str, int], optional: dict[str, bool]
+        self,
+        model: torch.nn.Module,
+        structure: Structure,
+        positions: dict[str, int],
+        optional: dict[str, bool],
+        growing: frozenset[int] = frozenset(),
+        empty: Any = None,
     ):
         self.model, self.structure, self.positions, self.optional = model, structure, positions, optional
+        self.growing, self.empty = growing, empty
         self.outputs: Structure | None = None
 
     def __call__(self, flat: list[torch.Tensor], *, grad: bool = False) -> list[torch.Tensor]:
         values = dict(self.structure.rebuild(list(flat)))
-        caches = [n for n, is_cache in self.optional.items() if is_cache]
-        if any(all(t.numel() == 0 for t in flatten(values[n])[0]) for n in caches):
+        cache = next((n for n, is_cache in self.optional.items() if is_cache), None)
+        if cache is not None and self._starts(flat, cache):
             for name, is_cache in self.optional.items():
-                if is_cache or _counts_from_zero(values[name]):
+                if is_cache and self.empty is not None:
+                    values[name] = copy.deepcopy(self.empty)
+                elif is_cache or _counts_from_zero(values[name]):
                     del values[name]
         with reference_mode(self.model), torch.set_grad_enabled(grad):
-            result = invoke(self.model, Call(values, self.positions))
+            result = own_cache(invoke(self.model, Call(values, self.positions)), cache)
             return flatten(result)[0] if self.outputs is None else outputs_of(self.outputs.spec, result, [])
+
+    def _starts(self, flat: list[torch.Tensor], cache: str) -> bool:
+        """Whether the cache is that before the first token: nothing in what grows, zeros in the rest."""
+        own = [i for i, n in enumerate(self.structure.names) if n.split(".")[0] == cache]
+        return all(flat[i].numel() == 0 if i in self.growing else not flat[i].any() for i in own)
 
 
 def _counts_from_zero(positions: torch.Tensor) -> bool:
@@ -150,16 +176,6 @@ def _trace(model: torch.nn.Module, args: tuple, kwargs: dict | None, cache: bool
     raise AssertionError("unreachable")
 
 
-def _cached_calls(model: torch.nn.Module, call: Call, others: dict[str, str]) -> CachedCalls | None:
-    """None also where a model without values cannot be called so: it is then traced without a cache."""
-    try:
-        return cached_calls(model, call, others)
-    except Exception:
-        if on_meta(model):
-            return None
-        raise
-
-
 class _Attempt:
     """One way of tracing: the call, and what may be omitted in calls of the result."""
 
@@ -171,7 +187,14 @@ class _Attempt:
 def _attempts(model, call: Call, others: dict[str, str], masks: list[str], cache: bool | None) -> list[_Attempt]:
     fills = dict.fromkeys(masks, "ones")
     attempts: list[_Attempt] = []
-    maker = None if cache is False else _cached_calls(model, call, others)
+    notes: list[str] = []
+    maker, why = None, "the model does not return a cache that it also takes"
+    if cache is not False:
+        try:
+            maker = cached_calls(model, call, others)
+        except Exception as error:  # any error of the model's own: it is then traced without a cache
+            why = _first_line(error)
+            notes.append(f"traced without a cache: {why}")
     if maker is not None:
         own = {maker.cache: "empty", **({maker.positions: "positions"} if maker.positions else {})}
         if "use_cache" in others:
@@ -179,15 +202,12 @@ def _attempts(model, call: Call, others: dict[str, str], masks: list[str], cache
         attempts.append(_Attempt(maker.call, {**fills, **own}, "a cache", maker))
     if cache is True:
         if not attempts:
-            raise TraceError(
-                "the model does not return a cache that it also takes",
-                where=type(model).__name__,
-                hint="leave out cache=True",
-            )
+            raise TraceError(why, where=type(model).__name__, hint="leave out cache=True")
         return attempts
     if "use_cache" in others and maker is not None:
         call = call.replaced(use_cache=False)
     attempts.append(_Attempt(call, fills, "anything left out"))
+    attempts[-1].notes += notes
     return attempts
 
 
@@ -197,17 +217,22 @@ def _trace_once(model: torch.nn.Module, attempt: _Attempt, others: dict[str, str
     if attempt.cached is not None:
         length = next(v for n, v in call.values.items() if n == attempt.cached.ids).shape[1]
         sizes = [(2, max(length, 3), max(2, length // 2)), (3, max(2, length - 1), max(length - 2, 4)), (2, 3, 5)]
-        calls = [attempt.cached.make(past, batch, size) for batch, size, past in sizes]
-        probes = [
-            (c.flat()[0], {"batch": b, "sequence": s, "past": p}) for c, (b, s, p) in zip(calls, sizes, strict=True)
-        ]
-        call = calls[0]
+        probes = [_probe(attempt.cached, *size) for size in sizes]
+        call = attempt.cached.make(sizes[0][2], *sizes[0][:2])
+        own = {n for n in call.flat()[1].names if n.split(".")[0] == attempt.cached.cache}
+        probed = dict(zip(call.flat()[1].names, sizes_by_probe(probes), strict=True))
+        if not all(PAST in probed[n] for n in own):
+            # models work through states in chunks of an even length: only a graph that pads the last one fits all
+            attempt.cached.check()
+            sizes[0] = (2, max(length, 3) | 1, max(2, length // 2))
+            probes[0] = _probe(attempt.cached, *sizes[0])
+            call = attempt.cached.make(sizes[0][2], *sizes[0][:2])
     flat, structure = call.flat()
-    wrapper = _Wrapper(model, structure, call.positions)
+    wrapper = _Wrapper(model, structure, call.positions, attempt.cached.cache if attempt.cached else None)
     exported = _export(model, wrapper, flat)
     outputs = wrapper.seen.outputs
     assert outputs is not None
-    shapes = sizes_by_probe(probes) if probes else _exported_shapes(exported, structure.names, attempt.fills)
+    shapes = _shapes(exported, structure.names, attempt, probes)
     fill_of = {name: fill for n, fill in attempt.fills.items() for name in structure.names if name.split(".")[0] == n}
     names = [_flat_cache_name(n, attempt.cached.cache, CACHE) if attempt.cached else n for n in structure.names]
     graph, root = flat_graph(exported, names)
@@ -239,13 +264,20 @@ def _trace_once(model: torch.nn.Module, attempt: _Attempt, others: dict[str, str
         attempt.notes,
     )
     optional = {n: fill == "empty" for n, fill in attempt.fills.items() if fill in ("empty", "positions")}
-    reference = EagerReference(model, structure, call.positions, optional)
+    growing = frozenset(i for i, s in enumerate(inputs) if s.fill == "empty" and "past" in s.shape)
+    empty = attempt.cached.empty if attempt.cached else None
+    reference = EagerReference(model, structure, call.positions, optional, growing, empty)
     if {"int", "float"} & set(kinds(outputs.spec)):
         reference.outputs = outputs
     program = Program._build(graph, root, signature, examples=[[t.detach().clone() for t in flat]], reference=reference)
     _must_agree(program, reference, attempt)
     _free_constants(model, call, outputs, arguments)
     return program
+
+
+def _probe(cached: CachedCalls, batch: int, sequence: int, past: int) -> tuple[list[torch.Tensor], dict[str, int]]:
+    tensors = cached.make(past, batch, sequence).flat()[0]
+    return tensors, {"batch": batch, SEQUENCE: sequence, PAST: past}
 
 
 def _free_constants(model: torch.nn.Module, call: Call, outputs: Structure, arguments: list[Argument]) -> None:
@@ -325,7 +357,9 @@ def _position(model: torch.nn.Module, name: str, positions: dict[str, int]) -> i
 
 def _flat_cache_name(name: str, cache: str, prefix: str) -> str:
     """``past_key_values.0.key`` in and ``present.0.key`` out, whatever the model calls its cache."""
-    return prefix + name.removeprefix(cache) if name.startswith(cache + ".") else name
+    if not name.startswith(cache + "."):
+        return name
+    return f"{prefix}.{name.removeprefix(cache + '.').removeprefix(OWN + '.')}"
 
 
 def _export(model: torch.nn.Module, wrapper: _Wrapper, flat: list[torch.Tensor]):
@@ -398,8 +432,37 @@ def _frame_in_text(text: str) -> str | None:
     return None
 
 
-def _exported_shapes(exported, names: list[str], fills: dict[str, str]) -> list[tuple[int | str, ...]]:
-    """Dimension expressions of the flat inputs from torch.export's symbols, with readable names."""
+def _shapes(exported, names: list[str], attempt: _Attempt, probes: list | None) -> list[tuple[int | str, ...]]:
+    """Dimension expressions of the flat inputs.
+
+    Raises:
+        TraceError: a graph with a cache is fixed to one number of tokens.
+    """
+    if not probes:
+        return _exported_shapes(exported, names, attempt.fills)
+    cached = attempt.cached
+    shapes, traced = sizes_by_probe(probes), _exported_shapes(exported, names, {}, {"batch", SEQUENCE, PAST})
+    tokens = names.index(cached.ids)
+    if not isinstance(traced[tokens][1], str):
+        raise TraceError(
+            f"the graph is fixed to {traced[tokens][1]} tokens a call: the model repeats code for every token",
+            where=cached.ids,
+        )
+    mask = cached.ids.removesuffix("input_ids") + "attention_mask"
+    for index, name in enumerate(names):
+        if name.split(".")[0] not in (cached.ids, cached.cache, cached.positions, mask):  # the probes kept its sizes
+            pairs = zip(shapes[index], traced[index], strict=True)
+            shapes[index] = tuple(t if isinstance(s, int) else s for s, t in pairs)
+    for mask in (n for n, fill in attempt.fills.items() if fill == "ones"):
+        ids = mask.removesuffix("attention_mask") + "input_ids"
+        shapes[names.index(mask)] = shapes[names.index(ids)] if ids != cached.ids else shapes[names.index(mask)]
+    return shapes
+
+
+def _exported_shapes(
+    exported, names: list[str], fills: dict[str, str], taken: set[str] = frozenset()
+) -> list[tuple[int | str, ...]]:
+    """Dimension expressions of the flat inputs from torch.export's symbols, with readable names that are not taken."""
     placeholders = {n.name: n for n in exported.graph.nodes if n.op == "placeholder"}
     user = [
         placeholders[s.arg.name].meta["val"]
@@ -416,7 +479,7 @@ def _exported_shapes(exported, names: list[str], fills: dict[str, str]) -> list[
                 continue
             symbol = str(size.node.expr)
             if symbol not in symbols:
-                symbols[symbol] = _dim_name(name, axis, value, set(symbols.values()))
+                symbols[symbol] = _dim_name(name, axis, value, taken | set(symbols.values()))
             dims.append(symbols[symbol])
         shapes.append(tuple(dims))
     for mask in (n for n, fill in fills.items() if fill == "ones"):  # a mask has the shape of its tokens
@@ -463,7 +526,58 @@ def _must_agree(program: Program, reference: EagerReference, attempt: _Attempt) 
                     "or depends on something that is not an argument",
                 )
             exact = exact and _equal(g, e)
+    if attempt.cached is not None and len(reference.growing) < sum(s.fill == "empty" for s in program.inputs):
+        _must_step(program, reference, attempt.cached)
+        _must_chunk(program, reference, attempt.cached)
     program.trace_exact = exact
+
+
+MANY = 300
+"""Tokens in one call that take more than one chunk (64 to 256 tokens) of the models that work through states in chunks."""
+
+
+def _must_chunk(program: Program, reference: EagerReference, cached: CachedCalls) -> None:
+    """Compare a call of many tokens: a Python loop over chunks is part of the graph as often as it ran when traced.
+
+    Raises:
+        TraceError: the graph stands for short calls only.
+    """
+    try:
+        flat = cached.make(2, 1, MANY).flat()[0]
+        expected = reference([t.clone() for t in flat])
+    except Exception:  # the model has no positions for so many
+        return
+    what = f"the model repeats code for every chunk of tokens, so its graph does not stand for calls of {MANY} tokens"
+    try:
+        with torch.no_grad():
+            got = program.run_flat(flat)
+    except RuntimeError as error:
+        raise TraceError(f"{what}: {_first_line(error)}", where=program.signature.model) from error
+    for name, g, e in zip(program.output_names, got, expected, strict=True):
+        if not e.is_floating_point() or name.startswith("present."):
+            continue
+        limit = GOES_ON.get(e.dtype, 1e-3) * e.double().square().mean().sqrt().item()
+        if g.shape != e.shape or not (g.double() - e.double()).abs().max().item() <= limit:
+            raise TraceError(f"{what}: `{name}` differs", where=program.signature.model)
+
+
+def _must_step(program: Program, reference: EagerReference, cached: CachedCalls) -> None:
+    """Compare one token through the graph with the second of two in eager.
+
+    Eager steps through states with single tokens in code of its own, which need not give what it gives from the start.
+    """
+    expected = reference(cached.make(7, 3, 2).flat()[0])
+    with torch.no_grad():
+        got = program.run_flat(cached.make(8, 3, 1).flat()[0])
+    for name, one, both in zip(program.output_names, got, expected, strict=True):
+        if one.shape != both.shape and one.dim() == both.dim() >= 2 and (one.shape[1], both.shape[1]) == (1, 2):
+            both = both[:, 1:]
+        if one.shape == both.shape and not close(one, both):
+            diff = (one.double() - both.double()).abs().max().item()
+            raise TraceError(
+                f"the traced graph does not give one token at a time what the model gives: `{name}` differs by {diff:.3g}",
+                where=program.signature.model,
+            )
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:

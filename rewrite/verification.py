@@ -133,29 +133,32 @@ def check_grad_mode(program: Program, inputs: list[list[torch.Tensor]], got: lis
 
 def check_decode(program: Program, flat: list[torch.Tensor]) -> Check | None:
     """Decoding through the cache against full forwards, token by token; None for models without a cache."""
-    names = [i.name for i in program.inputs]
-    if not program.signature.has_cache or "input_ids" not in names or "logits" not in program.output_names:
+    names, tokens = [i.name for i in program.inputs], program.signature.tokens
+    if not program.signature.has_cache or tokens is None or "logits" not in program.output_names:
         return None
-    ids = flat[names.index("input_ids")][:, :5]
-    worst, agree = _decode_gap(program, ids)
+    ids = flat[names.index(tokens)][:, :5]
+    others = {s.name: t for s, t in zip(program.inputs, flat, strict=False) if s.fill is None and s.name != tokens}
+    worst, agree = _decode_gap(program, ids, others)
     holds = worst <= DECODE_TOLERANCE.get(program.dtype, 1e-4) and agree
     figures = {"tokens": DECODE_STEPS, "max_relative_diff": worst, "argmax_equal": agree}
     note = ""
     if not holds and program.dtype != torch.float64:  # a rough function amplifies rounding; a wrong cache stays wrong
-        worst, agree = _decode_gap(copy.deepcopy(program).to(torch.float64), ids)
+        others = {n: t.double() if t.is_floating_point() else t for n, t in others.items()}
+        worst, agree = _decode_gap(copy.deepcopy(program).to(torch.float64), ids, others)
         holds = worst <= DECODE_TOLERANCE[torch.float64] and agree
         note = f"in float64 {worst:.3g}: {'rounding only' if holds else 'not rounding'}"
     return Check("cached decoding equals the full forward", holds, figures, note)
 
 
-def _decode_gap(program: Program, ids: torch.Tensor) -> tuple[float, bool]:
+def _decode_gap(program: Program, ids: torch.Tensor, others: dict[str, torch.Tensor]) -> tuple[float, bool]:
     """Largest logit difference relative to the rms, and whether clear winners agree."""
-    tokens, cached = decode(program.signature, program.run_flat, program.output_names, ids, DECODE_STEPS)
+    signature, logits_at = program.signature, program.output_names.index("logits")
+    tokens, cached = decode(signature, program.run_flat, program.output_names, ids, DECODE_STEPS, inputs=others)
     worst, agree = 0.0, True
     for step, logits in enumerate(cached):
         prefix = tokens[:, : ids.shape[1] + step]
         with torch.no_grad():
-            full = program.run_flat(program.signature.bind((), {"input_ids": prefix}))[0][:, -1]
+            full = program.run_flat(signature.by_name({**others, signature.tokens: prefix}))[logits_at][:, -1]
         scale = full.double().square().mean().sqrt().item()
         worst = max(worst, (full.double() - logits.double()).abs().max().item() / max(scale, 1e-12))
         top2 = full.double().topk(2, -1).values
