@@ -67,7 +67,7 @@ def move(program: Program, *args: Any, **kwargs: Any) -> Program:
         cast(program, dtype)
     if device is not None:
         torch.nn.Module.to(program, device=device)
-        _replace_constants(program.graph, lambda v: device if isinstance(v, torch.device) else v)
+        replace_constants(program.graph, lambda v: device if isinstance(v, torch.device) else v)
         program.examples = [[t.to(device) for t in flat] for flat in program.examples]
         _drop_values(program)
     return program
@@ -114,7 +114,7 @@ def _widest(tensor: torch.Tensor) -> torch.Tensor:
 
 def _promote(program: Program) -> None:
     program._apply(_widest)
-    _replace_constants(program.graph, lambda v: _WIDEST.get(v, v) if isinstance(v, torch.dtype) else v)
+    replace_constants(program.graph, lambda v: _WIDEST.get(v, v) if isinstance(v, torch.dtype) else v)
     for node in program.graph.nodes:
         if op_name(node) in ("float", "half", "bfloat16"):
             node.target = torch.ops.aten.to.dtype
@@ -133,7 +133,9 @@ def _drop_values(program: Program) -> None:
     program._forget_compiled()
 
 
-def _replace_constants(graph: fx.Graph, change) -> None:
+def replace_constants(graph: fx.Graph, change) -> None:
+    """Every argument in a graph through a function."""
+
     def walk(value):
         if isinstance(value, list | tuple):
             return type(value)(walk(v) for v in value)

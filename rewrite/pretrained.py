@@ -19,7 +19,8 @@ def as_pretrained(program: Program):
     """A ``PreTrainedModel`` with ``GenerationMixin`` over the same tensors.
 
     State-dict keys are the source model's (plus what passes added), so checkpoints load back into the Program. Caches
-    are ``DynamicCache`` objects with one layer a slot; blocks of a loop have slots of their own.
+    are ``DynamicCache`` objects with one layer a slot; blocks of a loop have slots of their own. Blocks are modules, as in
+    :func:`hcx.rewrite.module.as_module`.
 
     Raises:
         UsageError: the program does not take ``input_ids``, or there is no configuration.
@@ -56,14 +57,16 @@ def _model_class():
         """A rewritten decoder; see :func:`as_pretrained`."""
 
         main_input_name = "input_ids"
-        supports_gradient_checkpointing = False
+        supports_gradient_checkpointing = True
+        _no_split_modules = ["BlockModule"]
         _supports_sdpa = True
 
         def __init__(self, config: Any, program: Program):
             super().__init__(config)
+            module = program.as_module()
             for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
-                self.__dict__[name] = program.__dict__[name]
-            self.__dict__["program"] = program
+                self.__dict__[name] = module.__dict__[name]
+            self.__dict__.update(program=program, module=module)
             groups = program.tied_groups()
             self._tied_weights_keys = {name: group[0] for group in groups for name in group[1:]}
             self.all_tied_weights_keys = dict(self._tied_weights_keys)
@@ -77,6 +80,7 @@ def _model_class():
 
         def train(self, mode: bool = True):
             self.program.train(mode)
+            self.module.train(mode)
             self.training = mode
             return self
 
@@ -87,7 +91,7 @@ def _model_class():
                     labels=None, use_cache=None, output_hidden_states=None, logits_to_keep=0, **kwargs):  # fmt: skip
             cache = cache if cache is not None else past_key_values
             flat = self._inputs(input_ids, attention_mask, position_ids, cache)
-            outputs = dict(zip(self.program.output_names, self.program.run_flat(flat), strict=True))
+            outputs = dict(zip(self.program.output_names, self.module.run_flat(flat), strict=True))
             logits = outputs["logits"]
             if isinstance(logits_to_keep, int) and logits_to_keep:
                 logits = logits[:, -logits_to_keep:]
