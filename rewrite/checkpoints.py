@@ -84,12 +84,13 @@ def _sharded(program, place: Path, trust: bool) -> dict[str, torch.Tensor]:
 
 def _copy(program, state: dict[str, torch.Tensor], place: Path) -> None:
     own = program.state_dict(keep_vars=True)
+    transient = {n for n, _ in program.named_tensors()} - set(own)  # an artefact holds these too
     stored: dict[int, str] = {}  # tensor of the program -> a name that it is stored under
     for name, tensor in own.items():
         if name in state:
             stored.setdefault(id(tensor), name)
     missing = [n for n, t in own.items() if id(t) not in stored]
-    foreign = [n for n in state if n not in own]
+    foreign = [n for n in state if n not in own and n not in transient]
     shapes = [n for n, t in own.items() if n in state and state[n].shape != t.shape]
     for names, what in ((missing, "lacks"), (foreign, "has besides"), (shapes, "has in another shape")):
         if names:
