@@ -55,16 +55,33 @@ def _blocks(program) -> dict[str, _Unit]:
     aliases = Aliases(program.graph)
     found: dict[str, _Unit] = {}
     taken: set[fx.Node] = set()
-    place = {n: i for i, n in enumerate(program.graph.nodes)}
+    calls = [n for n in program.graph.nodes if n.op == "call_function"]
+    place = {n: i for i, n in enumerate(calls)}
+    writing = any(mutated(n) for n in calls)
+    edges = list(_dependencies(program.graph, calls)) if writing else []
     for stack in program.sites().stacks:
         for block in stack.blocks:
             members = {n for n in (*private(block.body, block.entry), *block.body) if n.op == "call_function"}
+            if writing and members:
+                members = _closed(members, edges)
             writes = {aliases.root(t) for n in members for t in mutated(n)}
             address = block.address if block.iteration == 1 else f"{block.address}~{block.iteration}"
             if members and not members & taken and writes <= members and address not in found:
                 taken |= members
                 found[address] = sorted(members, key=place.__getitem__)
     return found
+
+
+def _closed(members: set[fx.Node], edges: list[tuple[fx.Node, fx.Node]]) -> set[fx.Node]:
+    """With what runs after one member and before another: writes to a member are no operands of what reads it later."""
+    after, before = set(members), set(members)
+    for early, late in edges:  # in the order of their late ends, so one walk reaches everything
+        if early in after:
+            after.add(late)
+    for early, late in reversed(edges):
+        if late in before:
+            before.add(early)
+    return after & before
 
 
 def _ordered(graph: fx.Graph, blocks: dict[str, _Unit]) -> list[Part] | None:
@@ -109,16 +126,15 @@ def _ordered(graph: fx.Graph, blocks: dict[str, _Unit]) -> list[Part] | None:
 
 
 def _dependencies(graph: fx.Graph, calls: list[fx.Node]):
-    """(early, late) pairs: operands, and everything around a write to a tensor."""
+    """(early, late) pairs in the order of the late ones: operands, and everything around a write to a tensor."""
+    aliases = Aliases(graph)
+    written = {aliases.root(t) for n in calls for t in mutated(n)}
+    last: dict[fx.Node, fx.Node] = {}
     for node in calls:
         for operand in node.all_input_nodes:
             if operand.op == "call_function":
                 yield operand, node
-    aliases = Aliases(graph)
-    written = {aliases.root(t) for n in calls for t in mutated(n)}
-    last: dict[fx.Node, fx.Node] = {}
-    for node in calls if written else ():
-        for root in {aliases.root(o) for o in node.all_input_nodes} & written:
+        for root in {aliases.root(o) for o in node.all_input_nodes} & written if written else ():
             if root in last:
                 yield last[root], node
             last[root] = node

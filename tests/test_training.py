@@ -261,6 +261,27 @@ def test_blocks_without_a_module_of_their_own_are_checkpointed_too():
     assert_equal(step(module), step(model))
 
 
+@pytest.mark.parametrize("name", ["t5", "qwen3_next", "bloom_post", "convnext", "shared_block"])
+def test_every_block_of_other_kinds_of_model_is_checkpointed(name):
+    """Two stacks, writes to slices, blocks across modules, convolutions, one block called again: counts by hand."""
+    from tests.zoo import ZOO
+
+    model, args, kwargs = ZOO[name].build()
+    program = trace(model, args, kwargs)
+    module = program.as_module("blocks")
+    flat = program.signature.complete(program.examples[0])
+    found = []
+    for one in (module, program):
+        one.zero_grad()
+        results = [t for t in one.run_flat([t.clone() for t in flat]) if t.is_floating_point() and t.requires_grad]
+        sum(t.float().square().sum() for t in results).backward()
+        found.append((torch.cat([t.flatten() for t in results]), {n: p.grad for n, p in one.named_parameters() if p.grad is not None}))  # fmt: skip
+        found[-1] = (found[-1][0].detach(), {n: g.clone() for n, g in found[-1][1].items()})
+    assert_equal(*found)
+    segments = module._hcx.schedule(False, False, torch.device("cpu")).segments
+    assert sum(s.part.block is not None for s in segments) == sum(ZOO[name].blocks)
+
+
 def test_a_copy_trains_alone_and_moves_keep_the_program_whole(tied):
     program = copy.deepcopy(tied[1]).rewrite(LOOP, check=False)
     module = program.as_module("blocks")
@@ -477,6 +498,11 @@ def test_ddp_and_fsdp2_on_two_processes_train_as_one_process_does(tmp_path):
     other = torchrun(tmp_path, "--mode", "ddp", "--resume", "sharded", "--save", "ddp", "--out", "d.hcx")
     assert first + rest == pytest.approx(expected, abs=1e-5)
     assert first + other == pytest.approx(expected, abs=1e-5)
+    from torch.distributed.checkpoint import FileSystemReader
+
+    pieces = [FileSystemReader(tmp_path / d).read_metadata().state_dict_metadata["model.layers.1.up.weight"].chunks
+              for d in ("sharded", "ddp")]  # fmt: skip
+    assert [len(p) for p in pieces] == [2, 1], "the blocks were not sharded"
     with pytest.raises(SourceError, match="needs code execution"):
         copy.deepcopy(program).load_checkpoint(tmp_path / "ddp")
     last = copy.deepcopy(program)
