@@ -261,9 +261,35 @@ def test_blocks_without_a_module_of_their_own_are_checkpointed_too():
     assert_equal(step(module), step(model))
 
 
-@pytest.mark.parametrize("name", ["t5", "qwen3_next", "bloom_post", "convnext", "shared_block"])
+class Scan(nn.Module):
+    """A block that fills a tensor row by row, in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x):
+        state = self.up(x)
+        for i in range(1, 4):
+            row = state[:, i, :i].clone()
+            state[:, i, :i] = row + state[:, :i, :i].clone().sum(1)
+        return x + self.down(state)
+
+
+def test_a_block_keeps_what_it_writes_in_place():
+    torch.manual_seed(0)
+    embed = nn.Embedding(128, 16)
+    model = nn.Sequential(embed, *[Scan() for _ in range(3)], nn.Linear(16, 128)).eval()
+    program = trace(model, (IDS,))
+    assert any("copy_" in str(n.target) for n in program.graph.nodes), "nothing is written in place"
+    module = program.as_module("blocks")
+    assert blocks(module) == ["1", "2", "3"]
+    assert_equal(step(module), step(model))
+
+
+@pytest.mark.parametrize("name", ["t5", "bloom_post", "convnext", "shared_block"])
 def test_every_block_of_other_kinds_of_model_is_checkpointed(name):
-    """Two stacks, writes to slices, blocks across modules, convolutions, one block called again: counts by hand."""
+    """Two stacks, blocks across modules, convolutions, one block called again: counts by hand."""
     from tests.zoo import ZOO
 
     model, args, kwargs = ZOO[name].build()
