@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 _HOME = {
     "trace": "tracer",
     "Program": "program",
+    "BlockModule": "module",
     "load": "artefact",
     "save": "artefact",
     "HcxError": "errors",

@@ -58,6 +58,12 @@ def save(program: Program, path: str | os.PathLike, *, overwrite: bool = False) 
             where=str(target),
             hint="choose another name",
         )
+    if program.training:  # stored as a Program is loaded: in eval mode
+        program.eval()
+        try:
+            return save(program, path, overwrite=overwrite)
+        finally:
+            program.train()
     golden = (
         program.golden if program.golden is not None and not program.golden.stale(program) else Golden.record(program)
     )

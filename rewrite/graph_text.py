@@ -124,8 +124,7 @@ def to_json(graph: fx.Graph) -> dict[str, Any]:
             entry["stack"] = stacks.setdefault(stack, len(stacks))
         if tag := node.meta.get("custom", {}).get("hcx"):
             entry["hcx"] = tag
-        if taps := node.meta.get("taps"):
-            entry["taps"] = taps
+        entry |= {key: node.meta[key] for key in ("taps", "modes", "eval_only") if node.meta.get(key)}
         nodes.append(entry)
     return {"stacks": [[list(level) for level in stack] for stack in stacks], "nodes": nodes}
 
@@ -153,9 +152,10 @@ def from_json(data: dict[str, Any], tensors: set[str]) -> fx.Graph:
                 node.meta["nn_module_stack"] = dict(stacks[entry["stack"]])
             if "hcx" in entry:
                 node.meta["custom"] = {"hcx": dict(entry["hcx"])}
-            for key in ("taps", "shape", "dtype"):
+            for key in ("taps", "shape", "dtype", "modes", "eval_only"):
                 if key in entry:
                     node.meta[key] = entry[key]
+            _check_modes(node)
         graph.lint()
     except ArtefactError:
         raise
@@ -164,6 +164,18 @@ def from_json(data: dict[str, Any], tensors: set[str]) -> fx.Graph:
             f"the graph file is damaged: {type(error).__name__}: {error}", where="graph.json"
         ) from error
     return graph
+
+
+def _check_modes(node: fx.Node) -> None:
+    """What :mod:`hcx.rewrite.modes` keeps on a node has the form that it gives it."""
+    modes = node.meta.get("modes", {})
+    known = {a.name for a in node.target._schema.arguments} if node.op == "call_function" and modes else set()
+    for name, values in modes.items():
+        numbers = isinstance(values, list) and len(values) == 2 and all(isinstance(v, bool | float) for v in values)
+        if name not in known or not numbers:
+            raise ArtefactError(f"the graph file has `{name}` as a mode of {node.name}", where="graph.json")
+    if not isinstance(node.meta.get("eval_only", ""), str):
+        raise ArtefactError("the graph file has a reason that is no text", where="graph.json")
 
 
 def _node(graph: fx.Graph, entry: dict, named: dict[str, fx.Node], tensors: set[str]) -> fx.Node:

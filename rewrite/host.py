@@ -9,34 +9,22 @@ from torch import fx
 
 from .dataflow import op_name
 from .errors import UsageError
+from .modes import switch
 from .program import Program
-
-_DROPOUT = {"dropout", "dropout_", "feature_dropout", "alpha_dropout", "feature_alpha_dropout", "native_dropout"}
-_NORM = {"batch_norm": 5, "instance_norm": 5}
 
 
 def set_mode(program: Program, train: bool) -> None:
-    """Train or eval mode: the flag of every dropout op.
+    """Train or eval mode, in the graph itself; see :func:`hcx.rewrite.modes.switch`.
 
     Raises:
-        UsageError: the graph holds code that is different in the other mode (batch statistics).
+        UsageError: the source model computes something else in train mode than the graph can.
     """
-    for node in program.graph.nodes:
-        name = op_name(node)
-        if train and name in _NORM and node.args[_NORM[name]] is not True:
-            stack = list(node.meta.get("nn_module_stack", {}).values())
-            raise UsageError(
-                "this graph was traced in eval mode and BatchNorm computes something else in train mode",
-                where=stack[-1][0] if stack else node.name,
-                hint="train it with frozen statistics in eval mode, as now",
-            )
-    for node in program.graph.nodes:
-        if op_name(node) in _DROPOUT and len(node.args) >= 3:
-            node.args = (*node.args[:2], train, *node.args[3:])
+    if program.training is not train:  # trainers ask for the mode before every step
+        switch(program.graph, train)
+        program._forget_compiled()
     for module in program.children():
         module.train(train)
     program.training = train
-    program._forget_compiled()
 
 
 def param_groups(

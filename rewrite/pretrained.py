@@ -20,7 +20,7 @@ def as_pretrained(program: Program):
 
     State-dict keys are the source model's (plus what passes added), so checkpoints load back into the Program. Caches
     are ``DynamicCache`` objects with one layer a slot; blocks of a loop have slots of their own. A model with an encoder
-    runs it in every step.
+    runs it in every step. Blocks are modules, as in :func:`hcx.rewrite.module.as_module`.
 
     Raises:
         UsageError: the program does not take ``input_ids``, or there is no configuration.
@@ -76,14 +76,16 @@ def _model_class():
         """A rewritten decoder; see :func:`as_pretrained`."""
 
         main_input_name = "input_ids"
-        supports_gradient_checkpointing = False
+        supports_gradient_checkpointing = True
+        _no_split_modules = ["BlockModule"]
         _supports_sdpa = True
 
         def __init__(self, config: Any, program: Program):
             super().__init__(config)
+            module = program.as_module()
             for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
-                self.__dict__[name] = program.__dict__[name]
-            self.__dict__["program"] = program
+                self.__dict__[name] = module.__dict__[name]
+            self.__dict__.update(program=program, module=module)
             groups = program.tied_groups()
             self._tied_weights_keys = {name: group[0] for group in groups for name in group[1:]}
             self.all_tied_weights_keys = dict(self._tied_weights_keys)
@@ -106,6 +108,7 @@ def _model_class():
 
         def train(self, mode: bool = True):
             self.program.train(mode)
+            self.module.train(mode)
             self.training = mode
             return self
 
@@ -125,7 +128,7 @@ def _model_class():
             past = {} if cache is None else to_flat(cache)
             given = {n: t for n, t in given.items() if isinstance(t, torch.Tensor)}
             flat = self.program.signature.by_name({**given, **past})
-            outputs = dict(zip(self.program.output_names, self.program.run_flat(flat), strict=True))
+            outputs = dict(zip(self.program.output_names, self.module.run_flat(flat), strict=True))
             logits = outputs["logits"]
             if isinstance(logits_to_keep, int) and logits_to_keep:
                 logits = logits[:, -logits_to_keep:]

@@ -231,6 +231,18 @@ class Program(torch.nn.Module):
 
         return as_pretrained(self)
 
+    def as_module(self, checkpoint: str | None = None):
+        """An ordinary module over the same parameters, for training; see :func:`hcx.rewrite.module.as_module`."""
+        from .module import as_module
+
+        return as_module(self, checkpoint)
+
+    def load_checkpoint(self, path: str, **options: Any) -> None:
+        """Take over weights that training has written; see :func:`hcx.rewrite.checkpoints.load_checkpoint`."""
+        from .checkpoints import load_checkpoint
+
+        load_checkpoint(self, path, **options)
+
     def check_inputs(self, count: int = 2) -> list[list[torch.Tensor]]:
         """Flat inputs of several shapes for checking; see :mod:`hcx.rewrite.inputs`."""
         from .inputs import check_inputs

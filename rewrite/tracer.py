@@ -40,6 +40,7 @@ from .capture import (
 from .collection import young_only
 from .dataflow import op_name
 from .errors import HcxError, TraceError
+from .modes import record_modes
 from .mutation import Aliases, mutated
 from .normalize import flat_graph
 from .program import Program
@@ -271,6 +272,7 @@ def _trace_once(model: torch.nn.Module, attempt: _Attempt, others: dict[str, str
         reference.outputs = outputs
     program = Program._build(graph, root, signature, examples=[[t.detach().clone() for t in flat]], reference=reference)
     _must_agree(program, reference, attempt)
+    record_modes(program, reference)
     _free_constants(model, call, outputs, arguments)
     return program
 

@@ -27,8 +27,9 @@ def propagate(program) -> FakeTensorMode:
     """Compute ``meta['val']`` of every node from the signature: inputs share a symbol for each named dimension."""
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
     values: dict[fx.Node, object] = {}
-    sizes = _symbols(program, mode)
-    inputs = iter(zip(program.inputs, program.examples[0], strict=True))
+    examples = program.signature.complete(program.examples[0])
+    sizes = _symbols(program, mode, examples)
+    inputs = iter(zip(program.inputs, examples, strict=True))
     with mode, torch.no_grad():
         for node in program.graph.nodes:
             if node.op == "placeholder":
@@ -55,10 +56,10 @@ def stand_in(program, mode: FakeTensorMode, name: str) -> torch.Tensor:
     return mode.from_tensor(tensor, static_shapes=True)
 
 
-def _symbols(program, mode: FakeTensorMode) -> dict[str, torch.SymInt]:
+def _symbols(program, mode: FakeTensorMode, examples: list[torch.Tensor]) -> dict[str, torch.SymInt]:
     """A symbol for each named dimension; its hint is the example's size, or 5 where that is 0 or 1."""
     hints: dict[str, int] = {}
-    for spec, example in zip(program.inputs, program.examples[0], strict=True):
+    for spec, example in zip(program.inputs, examples, strict=True):
         for dim, size in zip(spec.shape, example.shape, strict=True):
             if isinstance(dim, str) and "+" not in dim:
                 hints.setdefault(dim, int(size) if size > 1 else 5)

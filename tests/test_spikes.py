@@ -132,7 +132,6 @@ def test_train_and_eval_switch_module_dropout_as_in_eager():
     assert_same_draws(model, program, ids)
 
 
-@pytest.mark.xfail(strict=True, reason="dropout inside scaled_dot_product_attention stays at the 0.0 of eval mode")
 def test_train_switches_dropout_inside_attention_as_in_eager():
     model = tiny_llama(2, attention_dropout=0.3)
     ids = token_ids(24).reshape(2, 12)
