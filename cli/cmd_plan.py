@@ -51,9 +51,13 @@ def pipeline(passes: str | list[str] | None, plan_file: str | None = None) -> An
 
 
 def _plan_from(path: str) -> Any:
-    from hcx.rewrite import Plan, registry, spec
+    from hcx.rewrite import Plan, PlanError, registry, spec
 
-    found = Plan.from_json(read_text(path) or "")
+    try:
+        found = Plan.from_json(read_text(path) or "")
+    except PlanError as error:
+        error.where = error.where or path
+        raise
     for step in found.steps:
         spec.build(registry.get(step.name), step.options)
     return found

@@ -41,8 +41,8 @@ def rewrite(
         HcxError: nothing was written; its ``exit_code`` says of what kind.
     """
     started = time.perf_counter()
-    target = _target(model, output, overwrite)
     what = pipeline(passes, plan)
+    target = _target(model, output, overwrite)
     opened = open_program(model, progress=progress, **source)
     rewritten, seconds = _rewritten(opened, what, allow_partial, progress)
     data = _report(opened, rewritten, progress)

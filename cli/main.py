@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import os
+import re
 import sys
 
 import typer
@@ -14,7 +16,7 @@ from .console import INTERRUPTED, Console, internal
 ParseError = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 """Base of what typer raises for a command line that cannot be read, in its own copy of click or in click itself."""
 
-_NOT_OURS = (errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EROFS, errno.EDQUOT)
+_NOT_OURS = (errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.EFBIG)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -40,6 +42,14 @@ def main(argv: list[str] | None = None) -> int:
     return code
 
 
+def _errno(error: Exception) -> int | None:
+    """The operating system's number; safetensors only tells it in its message."""
+    if isinstance(error, OSError):
+        return error.errno
+    found = re.search(r"os error (\d+)", str(error))
+    return int(found[1]) if found else None
+
+
 def _explained(error: Exception) -> HcxError:
     """Any exception as one of ours, with the original as its cause."""
     if isinstance(error, HcxError):
@@ -48,9 +58,12 @@ def _explained(error: Exception) -> HcxError:
         context = getattr(error, "ctx", None)
         path = context.command_path if context else "hcx"
         own: HcxError = UsageError(error.format_message().rstrip("."), where=path, hint=f"{path} --help")
-    elif isinstance(error, OSError) and error.errno in _NOT_OURS and error.filename:
+    elif (number := _errno(error)) in _NOT_OURS:
+        place = getattr(error, "filename", None)
         own = UsageError(
-            f"{error.strerror}: {error.filename}", where=str(error.filename), hint="check rights and space"
+            os.strerror(number) + (f": {place}" if place else ""),
+            where=place and str(place),
+            hint="check rights and space",
         )
     else:
         own = internal(error)

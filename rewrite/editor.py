@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from .errors import UsageError
+from .errors import PlanError, UsageError
 from .graph_text import target_name
 from .normalize import rename
 from .program import Program
@@ -37,6 +37,7 @@ class Editor:
         self._anchor: fx.Node | None = None
         self._tag: dict[str, Any] = {}
         self._tensors: dict[str, fx.Node] = {}
+        self._names: dict[str, str] = {}  # tensor -> the name it was asked for by
         self._traced: dict[tuple, fx.GraphModule] = {}
 
     # ---- where and as what
@@ -170,9 +171,22 @@ class Editor:
         return self._tensor(f"constant.{len(self._tensors)}_{name.strip('_')}", tensor, False)
 
     def _tensor(self, name: str, tensor: torch.Tensor, persistent: bool) -> fx.Node:
-        full = f"hcx.{self.pass_name}_{self.number}.{re.sub(r'[^A-Za-z0-9_.]', '_', name)}"
+        full = f"hcx.{self.pass_name}_{self.number}.{_spelled(name)}"
+        if self._names.setdefault(full, name) != name:
+            raise PlanError(
+                f"`{self.pass_name}` makes `{name}` and `{self._names[full]}`, which become one tensor `{full}`",
+                where=self.pass_name,
+                hint="names differ in letters, digits, dots and underscores",
+            )
         if full not in self._tensors:
-            self.program.set_tensor(full, tensor, added_by=self.pass_name, persistent=persistent)
+            try:
+                self.program.set_tensor(full, tensor, added_by=self.pass_name, persistent=persistent)
+            except KeyError as error:
+                raise PlanError(
+                    f"`{self.pass_name}` cannot make `{full}`: a tensor and a group of tensors have one name",
+                    where=self.pass_name,
+                    hint="a name may not continue another one behind a dot",
+                ) from error
             self._tensors[full] = self._fetch(full)
         return self._tensors[full]
 
@@ -325,3 +339,11 @@ def renumber(spec: dict, mapping: dict[int, int]) -> dict:
     if "items" in new:
         new["items"] = [renumber(s, mapping) for s in new["items"]]
     return new
+
+
+def _spelled(name: str) -> str:
+    """A name as module paths allow it; numbers of calls, loops and branches in addresses stay apart."""
+    name = re.sub(r"@(\d+)", r"_call\1", name)
+    name = re.sub(r"~(\d+)", r"_loop\1", name)
+    name = re.sub(r"(/[A-Za-z-]+)\.(\d+)", r"\1_\2", name)
+    return re.sub(r"[^A-Za-z0-9_.]", "_", name)

@@ -28,7 +28,7 @@ def find_in_graph(graph: fx.Graph, caches: set[fx.Node] = frozenset()) -> Sites:
     """The same for a bare graph (values need ``meta['val']``; module stacks are optional)."""
     flow = Dataflow(graph)
     residuals = find_residuals(flow)
-    trunks = _without_inner(flow, [_without_previews(t) for t in _trunks(flow, residuals)])
+    trunks = _without_inner(flow, [_without_nested(flow, _without_previews(t)) for t in _trunks(flow, residuals)])
     kept = [r for trunk in trunks for r in trunk]
     stacks = [_stack(flow, trunk, caches, number) for number, trunk in enumerate(trunks)]
     stacks = _main_last(flow, graph, stacks)
@@ -101,6 +101,18 @@ def _without_previews(trunk: list[Residual]) -> list[Residual]:
             streams[j] is streams[i] and r.add in inside[j] and r.add not in streams for j in range(i + 1, len(trunk))
         )
     ]
+
+
+def _without_nested(flow: Dataflow, trunk: list[Residual]) -> list[Residual]:
+    """Drop ``h + g(h)`` inside a branch of the same stream, where h is the branch's own value: a gate, not the stream."""
+    for residual in trunk:
+        for other in trunk:
+            inside = {n for b in other.branches for n in b.body} if other is not residual else set()
+            if residual.add not in inside or resolve(residual.skip) not in inside:
+                continue
+            if not any(r is not residual and r.add in inside and flow.reaches(r.add, residual.skip) for r in trunk):
+                return _without_nested(flow, [r for r in trunk if r is not residual])
+    return trunk
 
 
 def _without_inner(flow: Dataflow, trunks: list[list[Residual]]) -> list[list[Residual]]:

@@ -113,7 +113,7 @@ class Plan:
             raise
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise PlanError(
-                f"this is not a plan: {type(error).__name__}: {error}",
+                f"this is not a plan: {f'the field {error} is missing' if isinstance(error, KeyError) else error}",
                 hint="make one with `hcx plan MODEL --pass ... --json`",
             ) from error
         return Plan(steps, data.get("fingerprint"))

@@ -67,8 +67,8 @@ def passes(what: Any) -> list[Pass]:
         return [spec.build(get(name), options) for name, options in spec.parse(what)]
     if isinstance(what, Pass):
         return [what]
+    if isinstance(what, type) and issubclass(what, Pass):
+        return [what()]
     if isinstance(what, list | tuple) and what:
         return [p for item in what for p in passes(item)]
-    raise UsageError(
-        f"cannot make passes of {type(what).__name__}", hint="give a pipeline string, pass objects or a plan"
-    )
+    raise UsageError(f"cannot make passes of {type(what).__name__}", hint="give a pipeline string, passes or a plan")

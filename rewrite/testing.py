@@ -24,7 +24,7 @@ from .passbase import Pass
 from .pipeline import fingerprint, plan
 from .plan import Plan, Reason
 from .program import Program
-from .registry import passes
+from .registry import homes, passes
 from .tracer import trace
 
 
@@ -90,6 +90,10 @@ def conformance(
     if program is None:
         model, ids = tiny_decoder()
         program = trace(model, (ids,))
+    if made.name not in homes():
+        raise AssertionError(
+            f"no installed package registers `{made.name}`: install its package first, see first_pass.md"
+        )
     kit = _Kit(made, program)
     checks: list[Callable[[], None]] = [
         kit.plan_is_pure, kit.plan_is_data, kit.prints_and_parses, kit.original_is_untouched, kit.is_deterministic,

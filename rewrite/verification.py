@@ -187,7 +187,10 @@ def check_not_vacuous(program: Program, step: Any, plan_number: str, flat: list[
         finally:
             for name, tensor in own.items():
                 tensor.copy_(saved[name])
-    return Check(f"not vacuous: {step.name}", moved > 0 and math.isfinite(moved), {"tensors": len(own), "moved": moved})
+    finite = all(t.isfinite().all() for t in before if t.is_floating_point())
+    note = "" if finite else "the outputs are not finite before any change: look for NaN in the weights or the example"
+    figures = {"tensors": len(own), "moved": moved}
+    return Check(f"not vacuous: {step.name}", moved > 0 and math.isfinite(moved), figures, note)
 
 
 def check_changed(step: Any, before: Any, after: Any) -> Check:

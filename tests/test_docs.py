@@ -9,10 +9,12 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
+import torch
 from hcx.rewrite import Reason, registry, trace
 from hcx.rewrite.testing import conformance, tiny_decoder
 
@@ -29,14 +31,16 @@ def code_blocks(page: str, language: str = "python") -> list[str]:
 @pytest.fixture
 def plug_in(tmp_path, monkeypatch):
     """The pass of docs/first_pass.md as an installed package: a module and its ``.dist-info``."""
-    code, test = code_blocks("first_pass.md")
-    points = code_blocks("first_pass.md", "toml")[0].replace('"hcx.passes"', "hcx.passes").replace('"', "")
+    code, *tests = code_blocks("first_pass.md")
+    points = tomllib.loads(code_blocks("first_pass.md", "toml")[0])["project"]["entry-points"]
     (tmp_path / "branch_scale.py").write_text(code)
-    (tmp_path / "test_branch_scale.py").write_text(test)
+    (tmp_path / "test_branch_scale.py").write_text("\n\n".join(tests))
     info = tmp_path / "branch_scale-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: branch-scale\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(points.replace("[project.entry-points.", "["))
+    (info / "entry_points.txt").write_text(
+        "".join(f"[{group}]\n" + "".join(f"{n} = {v}\n" for n, v in p.items()) for group, p in points.items())
+    )
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv(
         "PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
@@ -58,6 +62,37 @@ def test_first_pass_is_short():
 
 def test_first_pass_conforms(plug_in):
     importlib.import_module("test_branch_scale").test_branch_scale()
+
+
+def test_first_pass_away_from_its_start(plug_in):
+    importlib.import_module("test_branch_scale").test_branch_scale_by_hand()
+
+
+def test_addresses_that_differ_in_numbers_only_have_tensors_of_their_own(plug_in):
+    """Calls, loop iterations and second branches of one kind."""
+
+    class Twice(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = torch.nn.ModuleList([TwoMLPs()])
+
+        def forward(self, x):
+            for _ in range(3):
+                x = self.layers[0](x)
+            return x
+
+    class TwoMLPs(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.two = (torch.nn.Sequential(torch.nn.LayerNorm(8), torch.nn.Linear(8, 8)) for _ in range(2))
+
+        def forward(self, x):
+            x = x + torch.tanh(self.one(x))
+            return x + torch.tanh(self.two(x))
+
+    program = trace(Twice().eval(), (torch.randn(2, 4, 8),))
+    scaled = program.rewrite("looped{start=0,end=2,steps=2,mix=output,scalar=0.5},branch_scale")
+    assert len(scaled.new_parameters()) == 1 + len(scaled.sites().branches()) == 1 + 2 * (3 + 2)
 
 
 def test_first_pass_composes(plug_in):

@@ -52,7 +52,7 @@ def build(spec: str) -> tuple[torch.nn.Module, tuple | None, dict]:
         )
     try:
         result = target()
-    except Exception as error:  # the user's own code: keep its message, chain its traceback
+    except (Exception, SystemExit) as error:  # the user's own code: keep its message, chain its traceback
         raise SourceError(
             f"the factory {spec} failed: {first_line(error)}",
             where=spec,
@@ -78,7 +78,7 @@ def _import(spec: str) -> Any:
         raise SourceError(
             f"importing {module_name} failed: {first_line(error)}", where=spec, hint="install what it imports"
         ) from error
-    except Exception as error:  # the user's own code, as above
+    except (Exception, SystemExit) as error:  # the user's own code, as above
         raise SourceError(
             f"importing {module_name} failed: {first_line(error)}",
             where=spec,

@@ -90,6 +90,7 @@ MODELS = (
     ),
     gpt("deepnorm", blocks(skips.DeepNormBlock), note="alpha * x + f(x), then the norm"),
     gpt("skip_after_norm", blocks(skips.SkipAfterNormBlock), note="n + f(n) with n = norm(x)"),
+    gpt("add_in_gate", blocks(skips.GatedBlock), linears=21, note="sigmoid(n + f(n)) with n = norm(x) is a gate"),
     gpt("sandwich_norm", blocks(skips.SandwichBlock), note="norms before and after each branch"),
     gpt("layer_scale", blocks(skips.LayerScaleBlock), note="a learned scale per channel on each branch"),
     gpt("rezero", blocks(skips.ReZeroBlock), note="a learned scalar on each branch, no norms in the blocks"),

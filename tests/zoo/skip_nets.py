@@ -30,6 +30,19 @@ class SkipAfterNormBlock(Block):
         return x + self.mlp(x)
 
 
+class GatedBlock(Block):
+    """A gate of the form ``sigmoid(n + f(n))`` inside the branch: no residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        n = self.ln_1(x)
+        x = x + torch.sigmoid(n + self.gate(n)) * self.attn(n)
+        return x + self.mlp(self.ln_2(x))
+
+
 class SandwichBlock(Block):
     """Norms on both sides of a branch."""
 
