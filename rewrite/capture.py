@@ -85,6 +85,19 @@ def invoke(model: torch.nn.Module, call: Call) -> Any:
     return model(*args, **{k: v for k, v in call.values.items() if k not in used})
 
 
+@contextlib.contextmanager
+def buffers_kept(model: torch.nn.Module):
+    """Undo what calls of the model write to its buffers: own state, running statistics in train mode."""
+    saved = [(b, b.clone()) for b in model.buffers() if not b.is_meta and not b.is_inference()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, copy in saved:  # not by version counters: some kernels write without raising them
+                if not torch.equal(torch.nan_to_num(buffer), torch.nan_to_num(copy)):
+                    buffer.copy_(copy)
+
+
 def on_meta(model: torch.nn.Module) -> bool:
     """Whether a model has shapes but no values."""
     return any(p.is_meta for p in model.parameters())

@@ -79,7 +79,7 @@ def _rewrite(program: Program, what: Any, check: bool, allow_partial: bool, say:
         }
         if checker is not None:
             say(f"checking {step.name}")
-            entry["checks"] = [c.to_json() for c in checker.step(new, step, contract, number, bool(plan.sites))]
+            entry["checks"] = [c.to_json() for c in checker.step(new, step, contract, number, step.changes(plan))]
         elif new.stored:
             say(f"checking the graph of {step.name}")
             entry["checks"] = [c.to_json() for c in _required([check_shapes(new, program)])]

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 from torch._subclasses.schema_check_mode import SchemaCheckMode
 
-from .capture import Call, invoke, reference_mode
+from .capture import Call, buffers_kept, invoke, reference_mode
 from .dataflow import op_name
 from .errors import UsageError
 from .structure import flatten
@@ -96,7 +96,13 @@ def _run(reference, flat: list[torch.Tensor], coin: float) -> tuple[_Draws, list
 
     call = Call(reference.structure.rebuild([t.clone() for t in flat]), reference.positions)
     devices = {t.device for t in reference.model.parameters() if t.device.type == "cuda"}
-    with torch.random.fork_rng(devices=devices), torch.no_grad(), reference_mode(reference.model, train=True):
+    model = reference.model
+    with (
+        torch.random.fork_rng(devices=devices),
+        torch.no_grad(),
+        buffers_kept(model),
+        reference_mode(model, train=True),
+    ):
         torch.manual_seed(0)
         with enable_python_dispatcher(), _Draws(coin) as draws:
             return draws, flatten(invoke(reference.model, call))[0]

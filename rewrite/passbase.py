@@ -56,6 +56,10 @@ class Pass:
         """Why a parameter of this pass has no gradient at the start although nothing is wrong, or None."""
         return None
 
+    def changes(self, plan: PassPlan) -> bool:
+        """Whether a plan with sites must change something; False for settings that are meant to do nothing."""
+        return bool(plan.sites)
+
     def misfit(self, program: Program, detail: dict[str, Any]) -> str | None:
         """Why a site of an edited plan cannot be applied, or None."""
         return None

@@ -26,6 +26,7 @@ from .capture import (
     CachedCalls,
     Call,
     bind_call,
+    buffers_kept,
     cached_calls,
     close,
     eager_outputs,
@@ -133,21 +134,8 @@ def trace(
         TraceError: the model decides on tensor values, or the graph does not reproduce eager.
         UsageError: the example does not fit the model.
     """
-    with young_only(), _buffers_kept(model):
+    with young_only(), buffers_kept(model):
         return _trace(model, args, kwargs, cache)
-
-
-@contextlib.contextmanager
-def _buffers_kept(model: torch.nn.Module):
-    """Undo what calls of the model write to its buffers."""
-    saved = [(b, b._version, b.clone()) for b in model.buffers() if not b.is_meta and not b.is_inference()]
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for buffer, version, copy in saved:
-                if buffer._version != version:
-                    buffer.copy_(copy)
 
 
 def _trace(model: torch.nn.Module, args: tuple, kwargs: dict | None, cache: bool | None) -> Program:

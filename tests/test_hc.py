@@ -104,7 +104,7 @@ def test_the_model_taken_apart_is_the_model(name):
 
 
 MIXERS = ["hc", "hc,dynamic=true", "ihc", "mhc", "mhc_lite", "ohc", "shc", "jpmhc"]
-MANIFOLDS = ["jpmhc,manifold=bistochastic", "jpmhc,manifold=grassmann", "jpmhc,manifold=grassmann,rank=3"]
+MANIFOLDS = ["jpmhc,manifold=bistochastic", "jpmhc,manifold=grassmann", "jpmhc,manifold=grassmann,projector=3"]
 FEWER = [("ohc", 2), ("ohc", 3), ("shc", 2), ("shc", 3), ("mhc", 3), ("mhc_lite", 3), ("jpmhc", 2), ("jpmhc", 3)]
 
 

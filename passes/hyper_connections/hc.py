@@ -47,7 +47,7 @@ class HyperConnections(Pass):
         eps: inside the root of the rms of dynamic coefficients.
         gradient: of those steps: ``exact``, or ``implicit`` for the gradient of their limit (``mhc``).
         manifold: of ``jpmhc``.
-        rank: of ``jpmhc{manifold=grassmann}``; default: half of n.
+        projector: rank of ``jpmhc{manifold=grassmann}``; default: half of n.
         stack: label of the stack to rewrite; default: all.
     """
 
@@ -62,7 +62,7 @@ class HyperConnections(Pass):
     eps: float = 1e-6
     gradient: Literal["exact", "implicit"] = "exact"
     manifold: Literal["bistochastic", "cayley", "grassmann"] = "cayley"
-    rank: int | None = None
+    projector: int | None = None
     stack: str | None = None
 
     def __post_init__(self) -> None:
@@ -90,13 +90,13 @@ class HyperConnections(Pass):
             raise UsageError(f"{self.mixer} is always dynamic; `dynamic` belongs to mixer=hc", where="dynamic")
         if self.sinkhorn_iters < 1:
             raise UsageError("at least one Sinkhorn step is needed", where="sinkhorn_iters")
-        if self.rank is not None and not 1 <= self.rank < self.mult:
-            raise UsageError(f"rank {self.rank}: must be 1 to {self.mult - 1}", where="rank")
+        if self.projector is not None and not 1 <= self.projector < self.mult:
+            raise UsageError(f"projector={self.projector}: its rank is 1 to {self.mult - 1}", where="projector")
 
     @property
     def projector_rank(self) -> int:
         """Rank of a Grassmann mix."""
-        return self.rank or max(1, self.mult // 2)
+        return self.projector or max(1, self.mult // 2)
 
     def plan(self, program: Program) -> PassPlan:
         """One site a residual; whole stacks are skipped where the stream does not act row by row."""

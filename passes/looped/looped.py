@@ -73,8 +73,8 @@ class Looped(Pass):
             return plan
         jumps = measured_jumps(program, stack)
         window = (self.start, self.end) if self.start is not None else default_window(stack, jumps)
-        if window is None:
-            shared = _shared_blocks(stack)
+        shared = self.start is None and _shared_blocks(stack)
+        if window is None or shared:
             plan.skips.append(
                 Skip(
                     stack.label,

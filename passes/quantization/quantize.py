@@ -113,6 +113,10 @@ class Quantize(Pass):
                     constants[layout.bits] = [editor.constant("fields", t.to(device)) for t in fields(layout.bits)]
                 _replace(program, editor, site.address, own, layout, constants[layout.bits])
 
+    def changes(self, plan: PassPlan) -> bool:
+        """16 bits leave everything as it is."""
+        return any(s.detail["bits"] != 16 for s in plan.sites or ())
+
     def preserves(self, program: Program, plan: PassPlan) -> Contract:
         """A bound on the KL where one is given; exact where nothing changes."""
         if all(s.detail["bits"] == 16 for s in plan.sites or ()):

@@ -146,6 +146,8 @@ class Head(Mixer):
         """Gates multiply projections that start at 0; equal streams hide reads and mixes."""
         if parts[-1].endswith("_gate"):
             return "a gate is live after the first step, when its projection has left 0"
+        if parts[-1] == "phi":
+            return "behind gates of 0.01, and its reads wait until writes have separated the streams"
         if init in ("rotate", "replicate") and parts[-1] == "read_bias":
             return "reads of equal streams get a gradient only when writes have separated the streams"
         return None
