@@ -1,0 +1,181 @@
+"""Mixers against modules of Transformers at random parameters, and their invariants over many draws."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hcx.kernels import maps
+from hcx.rewrite import trace
+from hcx.rewrite.observe import observe
+from torch import nn
+
+DRAWS = 2000
+
+
+def draws(*shape: int, std: float, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, DRAWS, generator=torch.Generator().manual_seed(seed)) * std
+
+
+def matrices(mixed: torch.Tensor) -> torch.Tensor:
+    return mixed.movedim(-1, 0).double()
+
+
+# ---- coefficients of a site in a graph, against modules of Transformers on the same streams
+
+
+class Two(nn.Module):
+    """Two residuals on a stream ``[B, S, 8]``."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8)) for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+
+def site_of(mixer: str) -> tuple[dict[str, torch.Tensor], torch.Tensor, list[torch.Tensor]]:
+    """Random parameters of the second site, the streams that reach it, and its read, mix and write."""
+    torch.manual_seed(3)
+    x = torch.randn(2, 5, 8)
+    new = trace(Two().eval(), (x,)).rewrite(f"hc{{mixer={mixer},eps=1e-7}}", check=False)
+    prefix = "hcx.hc_0.0.1."
+    with torch.no_grad():
+        for name, parameter in new.named_parameters():
+            if name.startswith(prefix):
+                parameter.add_(torch.randn_like(parameter))
+    read = [n for n in new.graph.nodes if "stream_read" in str(n.target)][1]
+    write = [n for n in new.graph.nodes if "stream_write" in str(n.target) or "stream_add" in str(n.target)][1]
+    wanted = [read.args[0], read.args[1], *write.args[2:]]
+    with torch.no_grad():
+        streams, *coefficients = observe(new, wanted, [x])
+    values = {n.removeprefix(prefix): t.detach() for n, t in new.named_tensors() if n.startswith(prefix)}
+    return values, streams, coefficients
+
+
+def config(**more) -> SimpleNamespace:
+    return SimpleNamespace(hc_mult=4, hc_sinkhorn_iters=20, hc_eps=0.0, rms_norm_eps=1e-7, hidden_size=8, **more)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v4.DeepseekV4HyperConnection", "glm5_next.Glm5NextTextHyperConnection"])
+def test_mhc_is_that_of_transformers(name):
+    import importlib
+
+    package, cls = name.split(".")
+    module = getattr(importlib.import_module(f"transformers.models.{package}.modeling_{package}"), cls)(config())
+    values, streams, (read, mix, write) = site_of("mhc")
+    crossed = [*range(8), *(8 + 4 * j + i for i in range(4) for j in range(4))]  # theirs goes from stream i to stream j
+    with torch.no_grad():
+        module.fn.copy_(values["phi"][crossed])
+        module.base.copy_(torch.cat([values["read_bias"], values["write_bias"], values["mix_bias"]])[crossed])
+        module.scale.copy_(torch.cat([values[f"{k}_gate"] for k in ("read", "write", "mix")]))
+        post, comb, collapsed = module(streams.movedim(0, 2).contiguous())
+        mine = (read.unsqueeze(-1) * streams).sum(0)
+    torch.testing.assert_close(write.movedim(0, -1), post, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(mix.movedim((0, 1), (-1, -2)), comb, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(mine, collapsed, rtol=1e-4, atol=1e-5)
+
+
+def test_ihc_is_that_of_transformers():
+    from transformers.models.hy_v4.modeling_hy_v4 import HYV4HyperConnection
+
+    module = HYV4HyperConnection(config(hc_magnitude=2.0))
+    values, streams, (read, write) = site_of("ihc")
+    with torch.no_grad():
+        module.fn.copy_(values["phi"])
+        module.base.copy_(torch.cat([values["read_bias"], values["write_bias"]]))
+        module.scale.copy_(torch.cat([values["read_gate"], values["write_gate"]]))
+        post, collapsed = module(streams.movedim(0, 2).contiguous())
+        mine = (read.unsqueeze(-1) * streams).sum(0)
+    torch.testing.assert_close(write.movedim(0, -1), post, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(mine, collapsed, rtol=1e-4, atol=1e-5)
+
+
+# ---- invariants
+
+
+@pytest.mark.parametrize("std", [1.0, 5.0])
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_rotations_are_rotations(n, std):
+    mixed = matrices(maps.rotation(draws(maps.logits_of_rotation(n), std=std), n))
+    assert (mixed.mT @ mixed - torch.eye(n)).abs().max() <= 1e-6
+    assert (torch.linalg.det(mixed) - 1).abs().max() <= 3e-6
+
+
+def test_rotations_reach_more_than_cayley_can():
+    """-I has no Cayley form; as quaternions it is q = -1, r = 1, that is l0 = -2."""
+    logits = torch.zeros(8, 1)
+    logits[0] = -2.0
+    assert torch.equal(maps.rotation(logits, 4)[..., 0], -torch.eye(4))
+
+
+@pytest.mark.parametrize("std", [1.0, 5.0])
+@pytest.mark.parametrize("n", [2, 3, 4, 5])
+def test_cayley_is_the_transform(n, std):
+    logits = draws(n, n, std=std)
+    mixed, skew = matrices(maps.cayley(logits, 0.1)), -0.05 * matrices(logits - logits.transpose(0, 1))
+    size = skew.square().sum((1, 2)).clamp_min(1.0)
+    eye = torch.eye(n, dtype=torch.float64)
+    assert ((mixed.mT @ mixed - eye).abs().amax((1, 2)) / size).max() <= 1e-6
+    assert ((mixed - torch.linalg.inv(eye + skew) @ (eye - skew)).abs().amax((1, 2)) / size).max() <= 1e-6
+
+
+def test_sinkhorn_rows_are_exact_and_columns_nearly():
+    mixed = matrices(maps.sinkhorn(draws(4, 4, std=1.0), 20))
+    columns = (mixed.sum(1) - 1).abs().amax(1)
+    assert (mixed.sum(2) - 1).abs().max() <= 1e-6 and columns.max() <= 2e-3
+    assert (columns <= 1e-5).double().mean() >= 0.99 and mixed.min() >= 0
+
+
+@pytest.mark.parametrize("std", [1.0, 5.0])
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_spectral_mixes_have_norm_one_and_keep_sums(n, std):
+    m = n - 1
+    left, right = (torch.tanh(draws(m * (m - 1) // 2, std=std, seed=s)) for s in (1, 2))
+    mixed = matrices(maps.spectral_mix(left, right, draws(m, std=std, seed=3), n))
+    assert max((mixed.sum(d) - 1).abs().max() for d in (1, 2)) <= 1e-6
+    values = torch.linalg.svdvals(mixed)
+    assert (values[:, 0] - 1).abs().max() <= 1e-6 and values.min() >= 0
+
+
+@pytest.mark.parametrize("std", [1.0, 5.0])
+@pytest.mark.parametrize("n", [2, 3, 4])
+def test_permutation_mixes_are_doubly_stochastic(n, std):
+    mixed = matrices(maps.permutation_mix(draws(len(maps.permutations(n)), std=std), n))
+    assert max((mixed.sum(d) - 1).abs().max() for d in (1, 2)) <= 1e-6 and mixed.min() >= 0
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_projectors_keep_the_mean_and_have_their_rank(rank):
+    mixed = maps.pinned_projector(torch.randn(3, rank - 1, dtype=torch.float64))
+    torch.testing.assert_close(mixed @ mixed, mixed)
+    assert (mixed.sum(0) - 1).abs().max() <= 1e-12 and round(mixed.trace().item()) == rank
+
+
+def test_zero_logits_are_the_identity_bit_for_bit():
+    for n in (2, 3, 4, 8):
+        eye = torch.eye(n).unsqueeze(-1).expand(n, n, 3)
+        assert torch.equal(maps.rotation(torch.zeros(maps.logits_of_rotation(n), 3), n), eye)
+        assert torch.equal(maps.cayley(torch.zeros(n, n, 3), 0.1), eye)
+
+
+# ---- gradients
+
+
+def test_the_exact_gradient_is_that_of_the_steps():
+    logits = torch.randn(4, 4, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda z: maps.sinkhorn(z, 20), (logits,))
+
+
+def test_the_implicit_gradient_is_that_of_the_limit():
+    logits = torch.randn(4, 4, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    weights = torch.randn(4, 4, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    (limit,) = torch.autograd.grad((maps.sinkhorn(logits, 2000) * weights).sum(), logits)
+    (implicit,) = torch.autograd.grad((maps.sinkhorn(logits, 2000, True) * weights).sum(), logits)
+    (short,) = torch.autograd.grad((maps.sinkhorn(logits, 1) * weights).sum(), logits)
+    scale = limit.square().mean().sqrt()
+    assert (implicit - limit).abs().max() <= 1e-5 * scale < (short - limit).abs().max()
