@@ -1,7 +1,7 @@
 """``torch.ops.hcx.*``: maps from logits to the n x n matrix that mixes streams.
 
 Logits and matrices carry the positions behind: ``[k, ...]`` in, ``[n, n, ...]`` out, ``H[i, j]`` the weight from stream j
-to stream i. All maps are exact closed forms or fixed numbers of steps, in float32 or better, without solves (they export).
+to stream i. All maps are exact closed forms or fixed numbers of steps, in float32 or better, without solvers of a library (they export).
 Sources: methods note on hyper-connections, sections 1.2 to 1.8.
 """
 
@@ -202,8 +202,8 @@ def cayley(logits: torch.Tensor, alpha: float) -> torch.Tensor:
 
 def _identity_like(matrix: torch.Tensor) -> torch.Tensor:
     n = matrix.shape[0]
-    eye = torch.eye(n, dtype=matrix.dtype, device=matrix.device)
-    return eye.reshape([n, n] + [1] * (matrix.dim() - 2))
+    rows = [[float(i == j) for j in range(n)] for i in range(n)]
+    return torch.tensor(rows, dtype=matrix.dtype, device=matrix.device).reshape([n, n] + [1] * (matrix.dim() - 2))
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -225,9 +225,13 @@ def _cayley_3(a: torch.Tensor) -> torch.Tensor:
 
 
 def _solved(skew: torch.Tensor) -> torch.Tensor:
-    a = skew.movedim((0, 1), (-2, -1))
-    eye = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
-    return torch.linalg.solve(eye + a, eye - a).movedim((-2, -1), (0, 1))
+    """``(I + A)^-1 (I - A)`` by elimination without pivots: the symmetric part of I + A is I, so none can vanish."""
+    n, eye = skew.shape[0], _identity_like(skew)
+    rows = torch.cat([eye + skew, eye - skew], 1)
+    for k in range(n):
+        pivot = rows[k] / rows[k, k]
+        rows = rows - (rows[:, k] - eye[:, k]).unsqueeze(1) * pivot.unsqueeze(0)
+    return rows[:, n:]
 
 
 @cache
@@ -270,11 +274,16 @@ def pinned_projector(basis: torch.Tensor) -> torch.Tensor:
     n = basis.shape[0] + 1
     z = torch.tensor(helmert(n), dtype=basis.dtype, device=basis.device)
     ones = torch.full((n, n), 1.0 / n, dtype=basis.dtype, device=basis.device)
-    if basis.shape[1] == 0:
-        return ones
-    q, r = torch.linalg.qr(basis)
-    u = z @ (q * torch.sign(torch.where(r.diagonal() == 0, 1.0, r.diagonal())))
-    return ones + u @ u.t()
+    columns: list[torch.Tensor] = []
+    for k in range(basis.shape[1]):  # Gram-Schmidt: a handful of columns, and it exports
+        column = basis[:, k]
+        for earlier in columns:
+            column = column - (earlier * column).sum() * earlier
+        columns.append(column * torch.rsqrt((column * column).sum()))
+    for column in columns:
+        spread = z @ column
+        ones = ones + spread.unsqueeze(1) * spread.unsqueeze(0)
+    return ones
 
 
 DEFINITIONS = {

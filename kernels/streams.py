@@ -16,6 +16,7 @@ _LIBRARY = torch.library.Library("hcx", "DEF")
 _LIBRARY.define("stream_expand(Tensor value, Tensor weights) -> Tensor")
 _LIBRARY.define("stream_read(Tensor streams, Tensor weights) -> Tensor")
 _LIBRARY.define("stream_write(Tensor streams, Tensor update, Tensor mix, Tensor weights) -> Tensor")
+_LIBRARY.define("stream_blend(Tensor streams, Tensor update, Tensor mix, Tensor weights) -> Tensor")
 _LIBRARY.define("stream_add(Tensor streams, Tensor update, Tensor weights) -> Tensor")
 
 
@@ -54,6 +55,19 @@ def write(streams: torch.Tensor, update: torch.Tensor, mix: torch.Tensor, weight
     return (mixed + _along(weights, update) * update.to(precise.dtype)).to(streams.dtype)
 
 
+def blend(streams: torch.Tensor, update: torch.Tensor, mix: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """:func:`write` for a mix whose rows sum to 1: ``X'_i = X_i + sum_j H_ij (X_j - X_i) + w_i y``.
+
+    The same function, but equal streams stay equal bit for bit, and where H is near the identity the large values of a
+    stream are not rounded again.
+    """
+    precise = streams.to(_precise(streams, mix))
+    matrix = mix.to(precise.dtype)
+    matrix = matrix.reshape([*mix.shape] + [1] * (precise.dim() - 1)) if mix.dim() == 2 else matrix.unsqueeze(-1)
+    moved = (matrix * (precise.unsqueeze(0) - precise.unsqueeze(1))).sum(1)
+    return (precise + moved + _along(weights, update) * update.to(precise.dtype)).to(streams.dtype)
+
+
 def add(streams: torch.Tensor, update: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """``X'_i = X_i + w_i y``: a write whose mix is the identity."""
     precise = _precise(streams, weights)
@@ -71,6 +85,12 @@ def _precise(*tensors: torch.Tensor) -> torch.dtype:
     return torch.float64 if any(t.dtype == torch.float64 for t in tensors) else torch.float32
 
 
-DEFINITIONS = {"stream_expand": expand, "stream_read": read, "stream_write": write, "stream_add": add}
+DEFINITIONS = {
+    "stream_expand": expand,
+    "stream_read": read,
+    "stream_write": write,
+    "stream_blend": blend,
+    "stream_add": add,
+}
 for _name, _function in DEFINITIONS.items():
     _LIBRARY.impl(_name, _function, "CompositeImplicitAutograd")

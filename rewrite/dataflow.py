@@ -44,7 +44,7 @@ CONTRACTIONS = {
 _END = 2**63 - 1
 
 ADDS = {"add", "add_"}
-WRITES = {"stream_write", "stream_add"}
+WRITES = {"stream_write", "stream_blend", "stream_add"}
 """Ops that add a branch to a residual stream carried as several streams: (streams, branch value, ...)."""
 
 SCALES = {"mul", "mul_", "div", "div_"}

@@ -190,7 +190,8 @@ def test_replicate_is_bitwise(name, dtype):
         model = copy.deepcopy(model).to(dtype)
         args = tuple(a.to(dtype) if a.is_floating_point() else a for a in args)
         program = trace(model, args)
-    for options in ("mixer=hc", "mixer=ihc", "mult=3"):
+    every = ("mixer=hc", "mixer=ihc", "mult=3", "mixer=mhc", "mixer=mhc_lite", "mixer=ohc", "mixer=shc", "mixer=jpmhc")
+    for options in every if name == "llama" else every[:5]:
         new = program.rewrite(f"hc{{init=replicate,{options}}}", check=options == "mult=3")
         with torch.no_grad():
             assert torch.equal(new(*args), model(*args)), options

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hcx.kernels import maps
 from hcx.rewrite import trace
+from hcx.rewrite.dataflow import WRITES, op_name
 from hcx.rewrite.observe import observe
 from torch import nn
 
@@ -49,7 +50,7 @@ def site_of(mixer: str) -> tuple[dict[str, torch.Tensor], torch.Tensor, list[tor
             if name.startswith(prefix):
                 parameter.add_(torch.randn_like(parameter))
     read = [n for n in new.graph.nodes if "stream_read" in str(n.target)][1]
-    write = [n for n in new.graph.nodes if "stream_write" in str(n.target) or "stream_add" in str(n.target)][1]
+    write = [n for n in new.graph.nodes if op_name(n) in WRITES][1]
     wanted = [read.args[0], read.args[1], *write.args[2:]]
     with torch.no_grad():
         streams, *coefficients = observe(new, wanted, [x])
@@ -179,3 +180,27 @@ def test_the_implicit_gradient_is_that_of_the_limit():
     (short,) = torch.autograd.grad((maps.sinkhorn(logits, 1) * weights).sum(), logits)
     scale = limit.square().mean().sqrt()
     assert (implicit - limit).abs().max() <= 1e-5 * scale < (short - limit).abs().max()
+
+
+# ---- export
+
+KINDS = ["hc,dynamic=true", "ihc", "mhc", "mhc_lite", "ohc", "shc", "jpmhc", "jpmhc,manifold=grassmann", "ohc,mult=8"]
+
+
+@pytest.mark.parametrize("mixer", KINDS)
+def test_every_mixer_goes_through_a_file_and_onnx(mixer, tmp_path):
+    import onnx
+    from hcx.export import OnnxSession, to_onnx
+    from hcx.rewrite import load
+
+    torch.manual_seed(0)
+    new = trace(Two().eval(), (torch.randn(2, 5, 8),)).rewrite(f"hc{{mixer={mixer}}}", check=False)
+    with torch.no_grad():
+        for parameter in new.new_parameters().values():
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    new.save(tmp_path / "a.hcx")
+    to_onnx(load(tmp_path / "a.hcx"), tmp_path / "a.onnx")
+    x = torch.randn(3, 7, 8)
+    with torch.no_grad():
+        torch.testing.assert_close(OnnxSession(tmp_path / "a.onnx")(x), new(x), rtol=1e-4, atol=1e-5)
+    assert "Einsum" not in {node.op_type for node in onnx.load(tmp_path / "a.onnx").graph.node}

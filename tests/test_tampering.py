@@ -216,9 +216,10 @@ def test_a_changed_small_file_is_refused(copied, name):
         load(copied)
 
 
-def test_a_flipped_bit_in_the_weights_is_found_by_verify(copied):
+def test_flipped_bits_in_the_weights_are_found_by_verify(copied):
     content = bytearray((copied / "weights.safetensors").read_bytes())
-    content[-3] ^= 64
+    for number in range(32):  # a single one may belong to a unit that is off for the recorded inputs
+        content[-3 - 4 * number] ^= 64
     (copied / "weights.safetensors").write_bytes(content)
     failed = {check.name for check in verify(copied) if not check.holds}
     assert "files are as written" in failed and "golden reproduced" in failed

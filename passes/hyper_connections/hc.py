@@ -162,7 +162,7 @@ class HyperConnections(Pass):
         """Bitwise for ``replicate``; else each site rounds once more, and the branches behind it carry that on."""
         sites = plan.sites or ()
         system = MIXERS[self.mixer]
-        exact = system.starts_at_identity(self) and (self.mixer == "hc" or system.reads_exactly(self.mult))
+        exact = system.keeps_equal_streams(self) and (self.mixer == "hc" or system.reads_exactly(self.mult))
         if exact and all(s.detail["init"] == "replicate" for s in sites):
             return Exact()
         return Rounding(ROUNDING_PER_SITE * sqrt(len(sites)))
@@ -268,9 +268,8 @@ class _Spine:
             if coefficients.mix is None:
                 written = self.editor.call(OPS.stream_add.default, carried, update, coefficients.write)
             else:
-                written = self.editor.call(
-                    OPS.stream_write.default, carried, update, coefficients.mix, coefficients.write
-                )
+                op = OPS.stream_blend.default if coefficients.rows_sum_to_one else OPS.stream_write.default
+                written = self.editor.call(op, carried, update, coefficients.mix, coefficients.write)
             written.meta["nn_module_stack"] = {
                 **(residual.add.meta.get("nn_module_stack") or {}),
                 **dict([list(written.meta["nn_module_stack"].items())[-1]]),

@@ -18,11 +18,12 @@ GATE = 0.01
 
 @dataclass
 class Coefficients:
-    """Nodes of one site; ``mix=None`` is the identity."""
+    """Nodes of one site; ``mix=None`` is the identity. ``rows_sum_to_one`` for all parameters, by construction."""
 
     read: fx.Node
     write: fx.Node
     mix: fx.Node | None = None
+    rows_sum_to_one: bool = False
 
 
 @dataclass(frozen=True)
@@ -83,9 +84,17 @@ class Mixer:
         return n & (n - 1) == 0
 
     def starts_at_identity(self, options: Any) -> bool:
-        """Whether the mix is the identity bit for bit at the start: then ``replicate`` is bitwise, and the functional of
-        ``transport`` is the same at every site."""
+        """Whether the mix is the identity bit for bit at the start: then the functional of ``transport`` is the same at
+        every site."""
         return False
+
+    def rows_sum_to_one(self, options: Any) -> bool:
+        """Whether rows of the mix sum to 1 for all parameters."""
+        return False
+
+    def keeps_equal_streams(self, options: Any) -> bool:
+        """Whether equal streams stay equal bit for bit at the start, so that ``replicate`` is bitwise."""
+        return self.starts_at_identity(options) or self.rows_sum_to_one(options)
 
     def insert(self, site: Site) -> Coefficients:
         """Make the coefficients of one site."""
@@ -128,7 +137,7 @@ class Head(Mixer):
             return Coefficients(p, b)
         gate, static = site.gate("mix_gate", learned=self.learned_mix_gate), site.parameter("mix_bias", bias)
         raw = site.editor.inline(_mix_logits, logits, gate, static)
-        return Coefficients(p, b, self.mix(site, raw))
+        return Coefficients(p, b, self.mix(site, raw), self.rows_sum_to_one(site.options))
 
     def routing(self, site: Site, k: int) -> tuple[fx.Node, fx.Node, fx.Node]:
         """All raw logits ``[2n + k, ...]``, and the coefficients p and b, ``[n, ...]`` each."""

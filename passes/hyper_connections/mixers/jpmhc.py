@@ -28,6 +28,10 @@ class JPMHC(Mixer):
         """With the Cayley transform of zero logits."""
         return options.manifold == "cayley"
 
+    def rows_sum_to_one(self, options: Any) -> bool:
+        """Rotations do not keep sums."""
+        return options.manifold != "cayley"
+
     def insert(self, site: Site) -> Coefficients:
         """The fused projection, its bias and the layer norm."""
         n, width, manifold = site.n, site.width, site.options.manifold
@@ -50,13 +54,12 @@ class JPMHC(Mixer):
         p, b = site.editor.inline(routing(n), logits)
         if static:
             basis = site.parameter("basis", torch.eye(n - 1, site.options.projector_rank - 1))
-            return Coefficients(p, b, site.editor.call(torch.ops.hcx.pinned_projector.default, basis))
+            return Coefficients(p, b, site.editor.call(torch.ops.hcx.pinned_projector.default, basis), True)
         square = site.editor.inline(mix_logits(n), logits)
         if manifold == "cayley":
             return Coefficients(p, b, site.editor.call(torch.ops.hcx.cayley.default, square, ALPHA))
-        return Coefficients(
-            p, b, site.editor.call(torch.ops.hcx.sinkhorn.default, square, site.options.sinkhorn_iters, True)
-        )
+        mixed = site.editor.call(torch.ops.hcx.sinkhorn.default, square, site.options.sinkhorn_iters, True)
+        return Coefficients(p, b, mixed, True)
 
     def inert(self, parts: list[str], init: str) -> str | None:
         """The norm stands before a projection that starts at 0."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -20,6 +22,10 @@ class MHC(Head):
     """``n C (n^2 + 2n) + n^2 + 2n + 3`` parameters a site."""
 
     name = "mhc"
+
+    def rows_sum_to_one(self, options: Any) -> bool:
+        """Always."""
+        return True
 
     def mix_bias(self, site: Site) -> torch.Tensor:
         """Near the identity."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import factorial
+from typing import Any
 
 import torch
 from torch import fx
@@ -16,6 +17,10 @@ class MHCLite(Head):
 
     name = "mhc_lite"
     numbers = (2, 3, 4)
+
+    def rows_sum_to_one(self, options: Any) -> bool:
+        """Always."""
+        return True
 
     def mix_bias(self, site: Site) -> torch.Tensor:
         """0 for the identity, which comes first, -8 for the others."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from .base import Coefficients, Head, Site, along
@@ -14,6 +16,10 @@ class SHC(Head):
     """``n C (2n + (n-1)^2) + 2n + (n-1)^2 + 7`` parameters a site: separate gates and angles for U, V and s."""
 
     name = "shc"
+
+    def rows_sum_to_one(self, options: Any) -> bool:
+        """Always."""
+        return True
 
     def mix_bias(self, site: Site) -> torch.Tensor:
         """Logits of U, of V, and s."""
@@ -37,7 +43,7 @@ class SHC(Head):
             )  # fmt: skip
         else:
             left = right = middle
-        return Coefficients(p, b, site.editor.call(torch.ops.hcx.spectral_mix.default, left, right, middle, n))
+        return Coefficients(p, b, site.editor.call(torch.ops.hcx.spectral_mix.default, left, right, middle, n), True)
 
     def inert(self, parts: list[str], init: str) -> str | None:
         """Row- and column-stochastic mixes have no gradient while all streams or all gradients are equal."""
