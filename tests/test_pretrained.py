@@ -9,7 +9,9 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from hcx.rewrite import trace  # noqa: E402
+from hcx.rewrite import load, trace  # noqa: E402
+
+from tests.conftest import tiny_llama  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -84,3 +86,56 @@ def test_param_groups_train_what_they_say(pair, train):
         for g in groups
         if any(n in program.origin for n, p in program.named_parameters() if id(p) in {id(q) for q in g["params"]})
     )
+
+
+def log_likelihood(model, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> list[tuple[float, bool]]:
+    """Sum of log-probabilities of each continuation, and whether it is the greedy one; one right-padded batch."""
+    rows = [torch.cat(pair) for pair in pairs]
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(r) for r in rows], batch_first=True)
+    with torch.no_grad():
+        scores = model(input_ids=ids, attention_mask=mask).logits.log_softmax(-1)
+    found = []
+    for row, (context, continuation) in enumerate(pairs):
+        at = torch.arange(len(context) - 1, len(context) + len(continuation) - 1)
+        chosen = scores[row, at].gather(-1, continuation[:, None])
+        found.append((chosen.sum().item(), bool((scores[row, at].argmax(-1) == continuation).all())))
+    return found
+
+
+def test_a_log_likelihood_scorer_runs_on_it(smollm2):
+    text = smollm2.text
+    pairs = [(text[a : a + n], text[a + n : a + n + k]) for a, n, k in ((0, 9, 3), (50, 17, 1), (200, 4, 8))]
+    with torch.no_grad():
+        greedy = smollm2.model(text[None, 300:320]).logits[0, -1].argmax()
+    pairs.append((text[300:320], greedy[None]))
+    expected = log_likelihood(smollm2.model, pairs)
+    neutral = log_likelihood(smollm2.program.rewrite("looped,exits", check=False).as_pretrained(), pairs)
+    moved = log_likelihood(smollm2.program.rewrite("looped{mix=output,scalar=0.5}", check=False).as_pretrained(), pairs)
+    assert expected[-1][1] and not all(g for _, g in expected)
+    for one, other, away in zip(neutral, expected, moved, strict=True):
+        assert one[0] == pytest.approx(other[0], abs=1e-4) and one[1] == other[1]
+        assert abs(away[0] - other[0]) > 1e-3
+
+
+def test_tokenizer_and_chat_template_travel(tmp_path):
+    from hcx.cli.opening import open_program
+    from hcx.rewrite.source import tokenizer_from
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(
+        models.WordLevel({w: i for i, w in enumerate(["<unk>", "user", "hello", "world", "says"])}, "<unk>")
+    )
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="<unk>")
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }} says {{ m['content'] }}{% endfor %}"
+    tiny_llama(2).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    program = open_program(str(tmp_path / "model")).program
+    program.rewrite("exits{at=[1]}", check=False).save(tmp_path / "a.hcx")
+    again = tokenizer_from(load(tmp_path / "a.hcx").companions)
+    messages = [{"role": "user", "content": "hello world"}]
+    got = again.apply_chat_template(messages, tokenize=True)
+    assert got == tokenizer.apply_chat_template(messages, tokenize=True)
+    assert again.apply_chat_template(messages, tokenize=False) == "user says hello world"

@@ -31,6 +31,10 @@ class MHC(Head):
         """Near the identity."""
         return identity_logits(site.n)
 
+    def inert(self, parts: list[str], init: str) -> str | None:
+        """Logits of the mix, and what the common head explains."""
+        return VERTEX if parts[-1] == "mix_bias" else super().inert(parts, init)
+
     def mix(self, site: Site, logits: fx.Node) -> fx.Node:
         """Columns, then rows, ``sinkhorn_iters`` times."""
         square = site.editor.inline(_square, logits)
@@ -38,6 +42,9 @@ class MHC(Head):
         return site.editor.call(
             torch.ops.hcx.sinkhorn.default, square, options.sinkhorn_iters, options.gradient == "implicit"
         )
+
+
+VERTEX = "a mix that keeps the mean has no gradient at the start, and beside the identity the map scales it by 3e-4"
 
 
 def _square(logits: torch.Tensor) -> torch.Tensor:

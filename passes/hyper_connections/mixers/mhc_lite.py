@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from .base import Head, Site
-from .mhc import OFF
+from .mhc import OFF, VERTEX
 
 
 class MHCLite(Head):
@@ -27,6 +27,10 @@ class MHCLite(Head):
         bias = torch.full((factorial(site.n),), OFF)
         bias[0] = 0.0
         return bias
+
+    def inert(self, parts: list[str], init: str) -> str | None:
+        """Logits of the mix, and what the common head explains."""
+        return VERTEX if parts[-1] == "mix_bias" else super().inert(parts, init)
 
     def mix(self, site: Site, logits: fx.Node) -> fx.Node:
         """Softmax over permutations."""
