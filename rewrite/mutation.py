@@ -50,8 +50,8 @@ def functional(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         targets = mutated(node)
         op = _functional_op(node) if len(targets) == 1 else None
-        if op is None or (aliases.root(targets[0]).op == "get_attr" and op_name(node) != "detach_"):
-            continue  # (detaching writes no values)
+        if op is None or aliases.root(targets[0]).op == "get_attr":
+            continue
         target = targets[0]
         same = aliases.same(target)
         late = [

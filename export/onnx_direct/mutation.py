@@ -10,6 +10,7 @@ import operator
 from collections.abc import Iterator
 
 import torch
+from hcx.rewrite.mutation import mutated
 from torch import fx
 
 from .symbols import Unsupported
@@ -45,21 +46,6 @@ def without_mutation(graph: fx.Graph) -> fx.Graph:
                 current[name] = new
             aliases.rename(node, target)
     return copied
-
-
-def mutated(node: fx.Node) -> list[fx.Node]:
-    """The tensors that a node changes in place."""
-    if (
-        node.op != "call_function"
-        or not isinstance(node.target, torch._ops.OpOverload)
-        or not node.target._schema.is_mutable
-    ):
-        return []
-    return [
-        value
-        for argument, value in _arguments(node)
-        if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, fx.Node)
-    ]
 
 
 def _arguments(node: fx.Node) -> Iterator[tuple]:
