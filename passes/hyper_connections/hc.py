@@ -126,9 +126,12 @@ class HyperConnections(Pass):
         init = self.init or ("rotate" if is_post_norm(found) else "mean")
         for number, link in enumerate(found[:-1]):
             address = "+".join(b.address for b in link.residual.branches)
-            plan.sites.append(
-                Site(address, "residual", {"stack": stack.label, "number": number, "init": init, "mixer": self.mixer})
-            )
+            detail = {"stack": stack.label, "number": number, "init": init, "mixer": self.mixer}
+            if len(link.residual.branches) > 1 and not any(
+                resolve(a) is resolve(link.skip) for a in link.residual.add.args[:2]
+            ):
+                detail["reordered"] = True  # (x + a) + b becomes x + (a + b)
+            plan.sites.append(Site(address, "residual", detail))
 
     def _problem(self, flow: Dataflow, stack: Stack) -> tuple[Reason, str] | None:
         if not stack.residual:
@@ -163,7 +166,7 @@ class HyperConnections(Pass):
         sites = plan.sites or ()
         system = MIXERS[self.mixer]
         exact = system.keeps_equal_streams(self) and (self.mixer == "hc" or system.reads_exactly(self.mult))
-        if exact and all(s.detail["init"] == "replicate" for s in sites):
+        if exact and all(s.detail["init"] == "replicate" and not s.detail.get("reordered") for s in sites):
             return Exact()
         return Rounding(ROUNDING_PER_SITE * sqrt(len(sites)))
 
