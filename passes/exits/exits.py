@@ -5,7 +5,6 @@ All heads are computed and the answer is selected, so rows never depend on each 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from math import ceil
 from typing import ClassVar, Literal
@@ -22,15 +21,10 @@ from hcx.rewrite.program import Program
 from hcx.rewrite.sites import Stack
 from torch import fx
 
-from .heads import affine_view, classifier
-from .scores import SCORES
-
-NEVER = math.inf
-
-
-def fires(score: torch.Tensor, threshold: torch.Tensor) -> torch.Tensor:
-    """Whether a position leaves here: ``score >= threshold``; NaN never does."""
-    return score >= threshold
+from .heads import HEADS
+from .heads_copied import last_part, norm_parameters, restrictable
+from .inserted import NEVER, Inserted, readout, stream_misfit
+from .scores import CHEAP, SCORES
 
 
 def select(fire: torch.Tensor, early: torch.Tensor, late: torch.Tensor) -> torch.Tensor:
@@ -45,10 +39,16 @@ class Exits(Pass):
     Args:
         at: numbers of blocks executed before each exit (indices into ``hidden_states``); default: two thirds and five
             sixths of the depth.
-        head: ``shared`` reads the stream with the model's own final norm and head; ``affine`` translates it first;
-            ``classifier`` pools it and has weights of its own; ``auto`` is shared where that fits, else classifier.
-        score: ``max_prob`` or ``margin`` of the exit's softmax.
+        head: ``shared`` reads the stream with the model's own final norm and head; ``norm`` with a norm of its own;
+            ``affine`` translates it first; ``mlp`` and ``block`` first run a copy of the last block's MLP or of the
+            whole block; ``classifier`` pools it and has weights of its own; ``auto`` is shared where that fits, else
+            classifier.
+        score: ``max_prob``, ``margin`` or ``entropy`` of the exit's softmax; ``patience``: exits in a row with one
+            answer; ``cosine`` of the stream with that of a block earlier; ``probe``: a linear probe of the stream;
+            ``gate``: probability of having left, cumulated over linear gates; ``jei``: gate over features of the
+            softmax. All but the softmax ones, ``patience`` and ``jei`` need no head where nothing leaves.
         threshold: leave where the score reaches it; None never leaves, which keeps the function bitwise.
+        candidates: how many rows of the head the score reads; None reads all. The answer of an exit has all rows.
         stack: label of the stack to read; default: the one the output is read from.
     """
 
@@ -56,9 +56,10 @@ class Exits(Pass):
     rank: ClassVar[int | None] = 40
 
     at: tuple[int, ...] | None = None
-    head: Literal["auto", "shared", "affine", "classifier"] = "auto"
-    score: Literal["max_prob", "margin"] = "max_prob"
+    head: Literal["auto", "shared", "norm", "affine", "mlp", "block", "classifier"] = "auto"
+    score: Literal["max_prob", "margin", "entropy", "cosine", "patience", "probe", "gate", "jei"] = "max_prob"
     threshold: float | None = None
+    candidates: int | None = None
     stack: str | None = None
 
     def plan(self, program: Program) -> PassPlan:
@@ -89,7 +90,7 @@ class Exits(Pass):
                 hint=f"0 < at < {stack.depth}",
             )
         head = self._head(program, stack, places, plan)
-        misfit = _misfit(program, stack, head)
+        misfit = self._misfit(program, stack, head)
         if misfit is not None:
             plan.skips.append(Skip(stack.label, Reason.HEAD_SHAPE, misfit))
             return plan
@@ -104,7 +105,14 @@ class Exits(Pass):
                     )
                 )
                 continue
+            if self.score in CHEAP and (
+                wrong := stream_misfit(_stream_shape(stack, k), shape(_answer(program, stack)))
+            ):
+                plan.skips.append(Skip(f"{stack.label}@{k}", Reason.HEAD_SHAPE, wrong))
+                continue
             detail = {"stack": stack.label, "at": k, "head": head, "score": self.score, "threshold": self.threshold}
+            if self.candidates is not None:
+                detail["candidates"] = self.candidates
             plan.sites.append(Site(f"{stack.label}@{k}", "exit", detail))
         width = value(stack.boundaries[-1].node).shape[-1]
         plan.estimate = {
@@ -112,6 +120,27 @@ class Exits(Pass):
             "new parameters": len(plan.sites) * (int(width) * (int(width) + 1) if head == "affine" else 0),
         }
         return plan
+
+    def _misfit(self, program: Program, stack: Stack, head: str) -> str | None:
+        """Why this head or these candidates cannot be had in this model, or None."""
+        wrong = _misfit(program, stack, head)
+        if wrong is not None or (head in ("shared", "affine") and self.candidates is None):
+            return wrong
+        if head == "classifier":
+            return "a classifier has no rows of the model's head" if self.candidates is not None else None
+        if head in ("mlp", "block"):
+            part = last_part(program, stack, head) if stack.residual else "there is no residual stream"
+            if stack.boundaries[-1].carrier.kind != "plain":
+                part = "the stream is carried as several streams"
+            if isinstance(part, str):
+                return part
+        end = stack.boundaries[-1]
+        nodes = readout(program, end.node, answer := _answer(program, stack))
+        if head == "norm" and norm_parameters(program, nodes) is None:
+            return "the model's readout has no norm with weights between the stream and its head"
+        if self.candidates is None:
+            return None
+        return restrictable(program, nodes, int(value(answer).shape[-1]), self.candidates)
 
     def _head(self, program: Program, stack: Stack, places: tuple[int, ...], plan: PassPlan) -> str:
         if self.head != "auto":
@@ -136,7 +165,10 @@ class Exits(Pass):
             return
         stack = find(program).stack(plan.sites[0].detail["stack"])  # once: heads look like blocks
         logits = _answer(program, stack)
-        exits = [_Inserted(editor, program, stack, logits, site.detail) for site in plan.sites]
+        exits: list[Inserted] = []
+        for site in plan.sites:
+            earlier = exits[-1] if exits else None
+            exits.append(Inserted(editor, program, stack, logits, site.detail, earlier, len(plan.sites)))
         if _selects_answer(stack, logits, plan.sites[0].detail["head"]):
             answer = logits
             candidates = [e.logits for e in exits]
@@ -165,8 +197,8 @@ class Exits(Pass):
             return f"there is no stack {detail.get('stack')!r}"
         if detail.get("at") not in range(1, stack.depth):
             return f"`at` is {detail.get('at')!r}, must be 1 to {stack.depth - 1}"
-        if detail.get("head") not in ("shared", "affine", "classifier"):
-            return f"`head` is {detail.get('head')!r}, must be shared, affine or classifier"
+        if detail.get("head") not in HEADS:
+            return f"`head` is {detail.get('head')!r}, must be one of {', '.join(HEADS)}"
         if detail.get("score") not in SCORES:
             return f"`score` is {detail.get('score')!r}, must be one of {', '.join(SCORES)}"
         if not isinstance(detail.get("threshold"), int | float | None):
@@ -184,6 +216,12 @@ class Exits(Pass):
     def preserves(self, program: Program, plan: PassPlan) -> Contract:
         """Exact while no exit can fire."""
         return Exact() if all(s.detail["threshold"] is None for s in plan.sites or ()) else Structural()
+
+    def inert(self, name: str) -> str | None:
+        """A gate's bias where its weights are still 0."""
+        if not name.endswith("gate.bias"):
+            return None
+        return "all positions have one score at the start, and the weights of the check's loss sum to 0"
 
     def perturbed(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Thresholds change sides: every position leaves, or none where all did."""
@@ -217,48 +255,23 @@ def _misfit(program: Program, stack: Stack, head: str) -> str | None:
     return None
 
 
+def _stream_shape(stack: Stack, at: int) -> tuple[str, ...]:
+    """Shape of the plain stream at a boundary; one that carries several streams has one more dimension in front."""
+    boundary = stack.boundary(at)
+    return shape(boundary.node)[int(boundary.carrier.kind != "plain") :]
+
+
 def _selects_answer(stack: Stack, answer: fx.Node, head: str) -> bool:
-    """Whether early and late meet at the answer, not on the stream: a classifier's logits have no way on through the
-    model, and a stream in another order than its answer (time first, several rows a token) has no row for each score."""
-    end = stack.boundaries[-1]
-    rows = shape(end.node) if end.carrier.kind == "plain" else shape(end.node)[1:]
-    scores = shape(answer)[:-1]
-    return head == "classifier" or rows[: len(scores)] != scores
+    """Whether early and late meet at the answer, not on the stream: logits of a classifier or behind a norm of their
+    own have no way on through the model, and a stream in another order than its answer (time first, several rows a
+    token) has no row for each score."""
+    rows, scores = _stream_shape(stack, stack.boundaries[-1].index), shape(answer)[:-1]
+    return head in ("classifier", "norm") or rows[: len(scores)] != scores
 
 
 def default_places(depth: int) -> tuple[int, ...]:
     """Two thirds and five sixths of the depth, where these are blocks before the last."""
     return tuple(sorted({k for k in (ceil(2 * depth / 3), ceil(5 * depth / 6)) if 0 < k < depth}))
-
-
-class _Inserted:
-    """Head, score and decision of one exit in the graph."""
-
-    def __init__(self, editor: Editor, program: Program, stack: Stack, answer: fx.Node, detail: dict):
-        self.at = detail["at"]
-        stream = stack.boundary(self.at).read(editor)
-        end = stack.boundaries[-1].read(editor)
-        with editor.after(max(stream, end, answer), role="head", site=f"{stack.label}@{self.at}"):
-            if detail["head"] == "classifier":
-                self.view = stream
-                self.logits = classifier(editor, str(self.at), stream, int(value(answer).shape[-1]))
-            else:
-                self.view = affine_view(editor, str(self.at), stream) if detail["head"] == "affine" else stream
-                self.logits = _readout(editor, program, end, answer, self.view)
-            threshold = NEVER if detail["threshold"] is None else detail["threshold"]
-            limit = editor.buffer(
-                f"{self.at}.threshold", torch.full((1,), threshold, dtype=torch.float32, device=value(stream).device)
-            )
-            self.score = editor.inline(SCORES[detail["score"]], self.logits)
-            self.fire = editor.inline(fires, self.score, limit)
-
-
-def _readout(editor: Editor, program: Program, end: fx.Node, answer: fx.Node, view: fx.Node) -> fx.Node:
-    """The model's own way from the last boundary to its first output, applied to another value."""
-    if answer is end:
-        return view
-    nodes = Dataflow(program.graph).between(end, answer)
-    return editor.clone(nodes, {end: view}, role="head")[answer]
 
 
 def _readers(program: Program, stack: Stack, answer: fx.Node, is_end: bool) -> set[fx.Node]:

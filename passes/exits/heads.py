@@ -1,4 +1,7 @@
-"""What an exit predicts from: the stream as it is, a learned view of it, or a classifier of its own."""
+"""What an exit predicts from: the stream as it is, a learned view of it, or a classifier of its own.
+
+Heads that start as copies of parts of the model are in :mod:`hcx.passes.exits.heads_copied`.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,22 @@ from hcx.rewrite.dataflow import value
 from hcx.rewrite.editor import Editor
 from torch import fx
 
+HEADS = ("shared", "norm", "affine", "mlp", "block", "classifier")
+
 
 def translate(stream: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """Affine translator ``h A^T + c`` of the stream, ``[..., d] -> [..., d]``; A = I, c = 0 leaves it unchanged."""
     return F.linear(stream, weight, bias)
 
 
+def pooled(stream: torch.Tensor) -> torch.Tensor:
+    """Mean over positions: ``[B, C, H, W]`` or ``[B, S, C]`` to ``[B, C]``; two dimensions stay."""
+    return stream.flatten(2).mean(-1) if stream.dim() >= 4 else stream.mean(1) if stream.dim() == 3 else stream
+
+
 def classify(stream: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """Mean over positions, then a linear classifier: ``[B, C, H, W]`` or ``[B, S, C]`` to ``[B, classes]``."""
-    pooled = stream.flatten(2).mean(-1) if stream.dim() >= 4 else stream.mean(1) if stream.dim() == 3 else stream
-    return F.linear(pooled, weight, bias)
+    return F.linear(pooled(stream), weight, bias)
 
 
 def features(node: fx.Node) -> int:

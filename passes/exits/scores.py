@@ -1,12 +1,15 @@
-"""How sure an exit is: one figure a position from its logits; larger is surer.
+"""How sure an exit is: one figure a position; larger is surer.
 
-Source: methods note on exits, section 3.3. Both lie in [0, 1], and float32 rounding can reach exactly 1, so "never" is a
-threshold of infinity, not of 1.
+Source: methods note on exits, section 3.3. Shares and probabilities lie in [0, 1], and float32 rounding can reach exactly
+1, so "never" is a threshold of infinity, not of 1.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
+import torch.nn.functional as F
 
 
 def max_prob(logits: torch.Tensor) -> torch.Tensor:
@@ -28,4 +31,43 @@ def margin(logits: torch.Tensor) -> torch.Tensor:
     return top[..., 0] - top[..., 1]
 
 
-SCORES = {"max_prob": max_prob, "margin": margin}
+def entropy(logits: torch.Tensor) -> torch.Tensor:
+    """``1 - H(p) / ln C``: 1 for a certain answer, 0 for a uniform one; ``[..., C] -> [...]``, in float32.
+
+    >>> entropy(torch.tensor([[0.0, 0.0, 0.0]])).abs()
+    tensor([0.])
+    """
+    log_p = logits.float().log_softmax(-1)
+    return 1 + (log_p.exp() * log_p).sum(-1) / math.log(logits.shape[-1])
+
+
+def cosine(before: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
+    """Cosine of the stream with what it was a block earlier, ``[..., d] -> [...]``, in float32 (CALM's "state")."""
+    return F.cosine_similarity(before.float(), stream.float(), -1)
+
+
+def patience_start(logits: torch.Tensor) -> torch.Tensor:
+    """PABEE's counter at the first exit: no answer has been repeated yet. ``[..., C] -> [...]``."""
+    return torch.zeros_like(logits[..., 0], dtype=torch.float32)
+
+
+def patience(previous_logits: torch.Tensor, logits: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    """PABEE: how many exits in a row gave the same answer as the one before them; ``[..., C] -> [...]``.
+
+    >>> patience(torch.tensor([[1.0, 0.0]]), torch.tensor([[2.0, 0.0]]), torch.tensor([1.0]))
+    tensor([2.])
+    """
+    return torch.where(previous_logits.argmax(-1) == logits.argmax(-1), count + 1, torch.zeros_like(count))
+
+
+FROM_LOGITS = {"max_prob": max_prob, "margin": margin, "entropy": entropy}
+"""Scores that read the exit's own logits and nothing else."""
+
+SCORES = (*FROM_LOGITS, "cosine", "patience", "probe", "gate", "jei")
+"""All scores; the last three are learned, see :mod:`hcx.passes.exits.gates`."""
+
+CHEAP = ("cosine", "probe", "gate")
+"""Scores that read the stream only, so that no head runs where nothing leaves."""
+
+CHAINED = ("patience", "gate", "jei")
+"""Scores that also read what the exit before them found."""

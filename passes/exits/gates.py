@@ -1,0 +1,73 @@
+"""Learned scores: a linear probe of the stream, lambda gates with their cumulated probability, and JEI-DNN's gate.
+
+Source: methods note on exits, section 3.3. Parameters start so that every gate can learn: weights at 0, so that all
+positions are equally sure; no threshold is set at the start, so that nothing leaves.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+SMALLEST = 1e-6
+"""Least probability of having come so far that the conditional one divides by."""
+
+POWER = 2.0
+"""Exponent of the sharpened distribution in JEI-DNN's features; the source leaves it open."""
+
+
+def unit_rms(stream: torch.Tensor) -> torch.Tensor:
+    """The stream over its root mean square, ``[..., d]`` in float32: its length grows with depth and says little."""
+    wide = stream.float()
+    return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-12)
+
+
+def probe(stream: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """``sigmoid(w . h / rms(h) + b)``, ``[..., d] -> [...]``; ``weight`` is ``[1, d]``, ``bias`` ``[1]``."""
+    return torch.sigmoid(F.linear(unit_rms(stream), weight, bias)).squeeze(-1)
+
+
+def cumulated(stream: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """Probability of having left here or earlier: ``1 - (1 - before)(1 - lambda)``, lambda as in :func:`probe`.
+
+    A threshold q on it is PALBERT's deterministic Q-exit: leave at the first exit whose cumulated probability is q.
+    """
+    return 1 - (1 - before) * (1 - probe(stream, weight, bias))
+
+
+def features(logits: torch.Tensor) -> torch.Tensor:
+    """JEI-DNN's four features of an exit, ``[..., C] -> [..., 4]``: largest probability, entropy, margin and entropy of
+    the sharpened distribution. Entropies are shares of ``ln C``. No gradient reaches the logits."""
+    logits = logits.detach().float()
+    p = logits.softmax(-1)
+    top = p.topk(2, -1).values
+    return torch.stack([top[..., 0], _share(logits), top[..., 0] - top[..., 1], _share(POWER * logits)], -1)
+
+
+def _share(logits: torch.Tensor) -> torch.Tensor:
+    log_p = logits.log_softmax(-1)
+    return -(log_p.exp() * log_p).sum(-1) / math.log(logits.shape[-1])
+
+
+def jei(
+    logits: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, left: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """JEI-DNN: probability of leaving here for those that have come so far, and the share that goes on.
+
+    ``g = sigmoid(u . features + v)``, ``P = min(g, left)``, score ``P / left``, then ``left - P``. The published rule
+    leaves at a score of 0.5.
+
+    Args:
+        logits: ``[..., C]``; ``weight`` ``[1, 4]``, ``bias`` ``[1]``.
+        left: ``[...]``, 1 minus what earlier exits took.
+    """
+    gate = torch.sigmoid(F.linear(features(logits), weight, bias)).squeeze(-1)
+    taken = torch.minimum(gate, left)
+    return (taken / left.clamp_min(SMALLEST)).clamp(0, 1), left - taken
+
+
+def jei_first(logits: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`jei` at the first exit."""
+    return jei(logits, weight, bias, torch.ones_like(logits[..., 0], dtype=torch.float32))

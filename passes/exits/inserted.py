@@ -1,0 +1,133 @@
+"""One exit in the graph: view of the stream, logits, score, decision."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from hcx.rewrite.dataflow import Dataflow, value
+from hcx.rewrite.editor import Editor
+from hcx.rewrite.program import Program
+from hcx.rewrite.sites import Stack
+from torch import fx
+
+from . import gates
+from .heads import affine_view, classifier, features, pooled
+from .heads_copied import copied_view, last_part, norm_parameters, own_copies, restricted_readout
+from .scores import CHAINED, FROM_LOGITS, cosine, patience, patience_start
+
+NEVER = math.inf
+
+
+def fires(score: torch.Tensor, threshold: torch.Tensor) -> torch.Tensor:
+    """Whether a position leaves here: ``score >= threshold``; NaN never does."""
+    return score >= threshold
+
+
+class Inserted:
+    """Head, score and decision of one exit.
+
+    Attributes:
+        at: blocks executed before it.
+        view: what the model's own readout would read here.
+        logits: the exit's own answer.
+        scored: the logits that the score reads: all rows of the head, or the candidates.
+        score, fire: a figure and a decision for each position of the answer.
+        left: of ``jei``: the share that has not left here or before.
+    """
+
+    def __init__(
+        self,
+        editor: Editor,
+        program: Program,
+        stack: Stack,
+        answer: fx.Node,
+        detail: dict,
+        earlier: Inserted | None,
+        places: int,
+    ):
+        self.at, self.site = detail["at"], str(detail["at"])
+        self.editor, self.earlier, self.places = editor, earlier, places
+        stream = stack.boundary(self.at).read(editor)
+        end = stack.boundaries[-1].read(editor)
+        before = stack.boundary(self.at - 1).read(editor) if detail["score"] == "cosine" else None
+        builds_on = earlier is not None and (detail["score"] in CHAINED or "candidates" in detail)
+        place = max([stream, end, answer, *([earlier.fire] if builds_on else [])])
+        with editor.after(place, role="head", site=f"{stack.label}@{self.at}"):
+            self._predict(program, stack, stream, end, answer, detail)
+            threshold = NEVER if detail["threshold"] is None else detail["threshold"]
+            limit = editor.buffer(
+                f"{self.at}.threshold", torch.full((1,), threshold, dtype=torch.float32, device=value(stream).device)
+            )
+            self.left: fx.Node | None = None
+            self.score = self._scored(detail["score"], stream, before, value(answer).dim() - 1)
+            self.fire = editor.inline(fires, self.score, limit)
+
+    def _predict(
+        self, program: Program, stack: Stack, stream: fx.Node, end: fx.Node, answer: fx.Node, detail: dict
+    ) -> None:
+        editor, head = self.editor, detail["head"]
+        self.view = stream
+        if head == "classifier":
+            self.logits = self.scored = classifier(editor, self.site, stream, int(value(answer).shape[-1]))
+            return
+        if head == "affine":
+            self.view = affine_view(editor, self.site, stream)
+        elif head in ("mlp", "block"):
+            self.view = copied_view(editor, program, self.site, last_part(program, stack, head), stream)
+        nodes = readout(program, end, answer)
+        mapping = {end: self.view}
+        if head == "norm":
+            mapping |= own_copies(editor, program, self.site, nodes, norm_parameters(program, nodes))
+        if count := detail.get("candidates"):
+            self.scored = restricted_readout(editor, program, nodes, mapping, count)
+        self.logits = self.view if not nodes else editor.clone(nodes, dict(mapping), role="head")[answer]
+        if not count:
+            self.scored = self.logits
+
+    def _scored(self, name: str, stream: fx.Node, before: fx.Node | None, dims: int) -> fx.Node:
+        """Insert the score; a stream with more positions than the answer is pooled first."""
+        editor, earlier = self.editor, self.earlier
+        if name in FROM_LOGITS:
+            return editor.inline(FROM_LOGITS[name], self.scored)
+        if name == "patience":
+            if earlier is None:
+                return editor.inline(patience_start, self.scored)
+            return editor.inline(patience, earlier.scored, self.scored, earlier.score)
+        if name == "jei":
+            parameters = self._gate(4, math.log(1 / self.places))
+            if earlier is None:
+                score, self.left = editor.inline(gates.jei_first, self.scored, *parameters)
+            else:
+                score, self.left = editor.inline(gates.jei, self.scored, *parameters, earlier.left)
+            return score
+        if value(stream).dim() - 1 > dims:
+            stream = editor.inline(pooled, stream)
+            before = editor.inline(pooled, before) if before is not None else None
+        if name == "cosine":
+            return editor.inline(cosine, before, stream)
+        parameters = self._gate(features(stream), 0.0 if name == "probe" else math.log(1 / self.places))
+        if name == "probe" or earlier is None:
+            return editor.inline(gates.probe, stream, *parameters)
+        return editor.inline(gates.cumulated, stream, *parameters, earlier.score)
+
+    def _gate(self, width: int, bias: float) -> tuple[fx.Node, fx.Node]:
+        """Float32 weights of a gate; a bias of ``-ln K`` lets K gates in a row all keep a share to decide about."""
+        device = value(self.logits).device
+        return (
+            self.editor.parameter(f"{self.site}.gate.weight", torch.zeros(1, width, device=device)),
+            self.editor.parameter(f"{self.site}.gate.bias", torch.full((1,), bias, device=device)),
+        )
+
+
+def readout(program: Program, end: fx.Node, answer: fx.Node) -> list[fx.Node]:
+    """The model's own way from the last boundary to its answer, in order; empty where the boundary is the answer."""
+    return [] if answer is end else Dataflow(program.graph).between(end, answer)
+
+
+def stream_misfit(stream: tuple[str, ...], answer: tuple[str, ...]) -> str | None:
+    """Why a score that reads the stream gives no figure for each position of the answer, or None; both are shapes."""
+    rows, wanted = stream[:-1], answer[:-1]
+    if rows == wanted or (len(wanted) == 1 and stream[0] == wanted[0]):
+        return None
+    return f"the stream has positions {list(rows)}, the answer {list(wanted)}".replace("'", "")
