@@ -164,7 +164,7 @@ def test_each_score_is_what_it_says(llama):
 
     def close(got, expected):
         for one, other in zip(got, expected, strict=True):
-            assert (one - other).abs().max() <= 2e-5 and other.double().std() > 1e-3
+            assert (one - other).abs().max() <= min(2e-5, 0.05 * other.double().std())
 
     close(scores("entropy")[0], [1 - entropy(logits[k]) for k in places])
     close(scores("cosine")[0], [F.cosine_similarity(hidden[k].double(), hidden[k - 1].double(), -1) for k in places])
