@@ -26,21 +26,9 @@ def flops(program: Program, flat: list[torch.Tensor]) -> int | None:
 
     None where the tensors are not in memory.
     """
-    import torch
-    from torch.utils.flop_counter import FlopCounterMode
+    from hcx.rewrite.flops import count
 
-    if any(t.is_meta for t in program.parameters()):
-        return None
-    attention = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
-    with FlopCounterMode(display=False, custom_mapping=attention) as counter, torch.no_grad():
-        program.run_flat([t.clone() for t in program.signature.complete(flat)])
-    return counter.get_total_flops()
-
-
-def _attention_flops(query: tuple, key: tuple, value: tuple, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    """Both products of attention; torch's counter knows the kernels of GPUs only."""
-    batch, heads, rows, width = query
-    return 2 * batch * heads * rows * key[-2] * (width + value[-1])
+    return None if any(t.is_meta for t in program.parameters()) else count(program, flat)
 
 
 def call_shapes(program: Program, flat: list[torch.Tensor]) -> dict[str, list[int]]:

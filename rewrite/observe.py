@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import fx
 
@@ -10,16 +12,30 @@ from .program import Program, copy_graph
 
 def observe(program: Program, nodes: list[fx.Node], inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     """Values of some nodes for one set of flat inputs, without gradients."""
-    graph = copy_graph(program.graph)
+    return reader(program, program.graph, [n.name for n in nodes])(inputs)
+
+
+def reader(program: Program, graph: fx.Graph, names: list[str]) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
+    """A function from flat inputs to the values of some nodes, without gradients; nothing else is computed.
+
+    Args:
+        graph: of the Program, or a changed copy of it over the same tensors.
+        names: of its nodes.
+    """
+    graph = copy_graph(graph)
     by_name = {n.name: n for n in graph.nodes}
     output = graph.output_node()
-    output.args = (tuple(by_name[n.name] for n in nodes),)
+    output.args = (tuple(by_name[name] for name in names),)
     graph.eliminate_dead_code()
     code = graph.python_code("self")
     scope = dict(code.globals)
     exec(compile(code.src, "<hcx observe>", "exec"), scope)
-    with torch.no_grad():
-        return list(scope["forward"](program._root, *inputs))
+
+    def read(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        with torch.no_grad():
+            return list(scope["forward"](program._root, *inputs))
+
+    return read
 
 
 def stream_rms(program: Program, nodes: list[fx.Node], inputs: list[torch.Tensor]) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 
 import torch
 from hcx.rewrite.contracts import Contract, Exact, Structural
-from hcx.rewrite.dataflow import Dataflow, shape, value
+from hcx.rewrite.dataflow import shape, value
 from hcx.rewrite.editor import Editor
 from hcx.rewrite.errors import UsageError
 from hcx.rewrite.finder import find
@@ -23,7 +23,7 @@ from torch import fx
 
 from .heads import HEADS
 from .heads_copied import last_part, norm_parameters, restrictable
-from .inserted import NEVER, Inserted, readout, stream_misfit
+from .inserted import NEVER, Inserted, answer_of, readout, stream_misfit
 from .scores import CHEAP, SCORES
 
 
@@ -231,15 +231,7 @@ class Exits(Pass):
 
 
 def _answer(program: Program, stack: Stack) -> fx.Node | None:
-    """First output that can be read as logits: floating, made from the stream, two or more classes in its last dimension."""
-    flow, end = Dataflow(program.graph), stack.boundaries[-1].node
-    for node in program.graph.output_node().args[0][: len(program.output_names)]:
-        val = value(node)
-        if val is None or not val.is_floating_point() or val.dim() < 2 or not flow.reaches(end, node):
-            continue
-        if isinstance(val.shape[-1], int) and val.shape[-1] > 1:
-            return node
-    return None
+    return answer_of(program.graph, len(program.output_names), stack)
 
 
 def _misfit(program: Program, stack: Stack, head: str) -> str | None:

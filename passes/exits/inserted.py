@@ -81,6 +81,7 @@ class Inserted:
             mapping |= own_copies(editor, program, self.site, nodes, norm_parameters(program, nodes))
         if count := detail.get("candidates"):
             self.scored = restricted_readout(editor, program, nodes, mapping, count)
+            self.scored.meta["custom"]["hcx"]["scored"] = f"{editor.number}.{self.at}"
         self.logits = self.view if not nodes else editor.clone(nodes, dict(mapping), role="head")[answer]
         if not count:
             self.scored = self.logits
@@ -118,6 +119,22 @@ class Inserted:
             self.editor.parameter(f"{self.site}.gate.weight", torch.zeros(1, width, device=device)),
             self.editor.parameter(f"{self.site}.gate.bias", torch.full((1,), bias, device=device)),
         )
+
+
+def answer_of(graph: fx.Graph, outputs: int, stack: Stack) -> fx.Node | None:
+    """First output that can be read as logits: floating, made from the stream, two or more classes in its last dimension.
+
+    Args:
+        outputs: how many of the graph's results are outputs; taps come behind them.
+    """
+    flow, end = Dataflow(graph), stack.boundaries[-1].node
+    for node in graph.output_node().args[0][:outputs]:
+        val = value(node)
+        if val is None or not val.is_floating_point() or val.dim() < 2 or not flow.reaches(end, node):
+            continue
+        if isinstance(val.shape[-1], int) and val.shape[-1] > 1:
+            return node
+    return None
 
 
 def readout(program: Program, end: fx.Node, answer: fx.Node) -> list[fx.Node]:

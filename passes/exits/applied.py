@@ -1,0 +1,152 @@
+"""The exits of a Program that has some: where they read, what they answer, and the model as it is without them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hcx.rewrite.dataflow import op_name
+from hcx.rewrite.errors import UsageError
+from hcx.rewrite.finder import cache_nodes, find_in_graph
+from hcx.rewrite.pipeline import fork
+from hcx.rewrite.program import Program, copy_graph
+from hcx.rewrite.sites import Boundary
+from hcx.rewrite.values import fake_mode_of
+from torch import fx
+
+from .inserted import answer_of
+
+NAME = "exits"
+
+
+@dataclass
+class Applied:
+    """The last ``exits`` of a Program's history, in select form.
+
+    Attributes:
+        number: how many ``exits`` came before it.
+        places: blocks before each exit, in order; ``depth``: blocks of the model.
+        details: plan details of each exit.
+        graph: a copy of the Program's graph in which nothing leaves; node names are the Program's.
+        streams: name of the plain stream at each exit; ``end``: at the end of the stack.
+        scores, logits: names of what the exits find; ``scored``: of the logits that the scores read; ``answer``: of the
+            model's own logits.
+    """
+
+    program: Program
+    number: int
+    places: list[int]
+    depth: int
+    details: list[dict[str, Any]]
+    graph: fx.Graph
+    streams: list[str]
+    end: str
+    scores: list[str]
+    logits: list[str]
+    scored: list[str]
+    answer: str
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        """Its entry in the history."""
+        return [e for e in self.program.history if e["pass"] == NAME][self.number]
+
+    def tensor(self, at: int | None, name: str) -> str:
+        """Full name of a tensor of the pass; ``at`` is None for one that all exits share."""
+        return f"hcx.{NAME}_{self.number}.{name if at is None else f'{at}.{name}'}"
+
+    def threshold(self, at: int) -> float:
+        """What the score must reach; infinite where nothing ever leaves."""
+        return float(self.program.tensor(self.tensor(at, "threshold")))
+
+
+def applied(program: Program) -> Applied:
+    """Find the exits of a Program.
+
+    Raises:
+        UsageError: it has none, or not in select form.
+    """
+    entries = [e for e in program.history if e["pass"] == NAME]
+    sites = entries[-1]["plan"]["steps"][0]["sites"] if entries else []
+    if not sites:
+        raise UsageError(
+            "this program has no exits", where=program.signature.model, hint="rewrite it with `exits` first"
+        )
+    details = [s["detail"] for s in sites]
+    forms = {d.get("form", "select") for d in details}
+    if forms != {"select"}:
+        raise UsageError(
+            f"the exits are in {sorted(forms)[0]} form", where=NAME, hint="fit and calibrate them in select form"
+        )
+    number = len(entries) - 1
+    fake_mode_of(program)
+    graph = never_leaving(program)
+    plain = _without_taps(graph, len(program.output_names))
+    caches = {n.name for n in cache_nodes(program)}
+    stack = find_in_graph(plain, {n for n in plain.nodes if n.name in caches}).stack(details[0]["stack"])
+    by_name = {n.name: n for n in graph.nodes}
+    taps = dict(zip(program.taps, graph.output_node().args[0][len(program.output_names) :], strict=True))
+    prefix = NAME if number == 0 else f"{NAME}_{number}"
+    places = [d["at"] for d in details]
+    logits = [taps[f"{prefix}.{k}.logits"].name for k in places]
+    tagged = {tag: n.name for n in graph.nodes if (tag := n.meta.get("custom", {}).get("hcx", {}).get("scored"))}
+    return Applied(
+        program,
+        number,
+        places,
+        stack.depth,
+        details,
+        graph,
+        [_plain_stream(by_name, stack.boundary(k)) for k in places],
+        _plain_stream(by_name, stack.boundaries[-1]),
+        [taps[f"{prefix}.{k}.score"].name for k in places],
+        logits,
+        [tagged.get(f"{number}.{k}", name) for k, name in zip(places, logits, strict=True)],
+        answer_of(plain, len(program.output_names), stack).name,
+    )
+
+
+def never_leaving(program: Program) -> fx.Graph:
+    """A copy of the graph in which every selection takes the late value; taps stay."""
+    graph = copy_graph(program.graph)
+    for node in graph.nodes:
+        tag = node.meta.get("custom", {}).get("hcx", {})
+        if op_name(node) == "where" and tag.get("pass") == NAME and tag.get("role") == "select":
+            late = node.args[2]
+            if node.meta["val"].is_floating_point():  # the depth that a tap reports is selected as well
+                node.replace_all_uses_with(late)
+    return graph
+
+
+def _without_taps(graph: fx.Graph, outputs: int) -> fx.Graph:
+    plain = copy_graph(graph)
+    output = plain.output_node()
+    output.args = (tuple(output.args[0])[:outputs],)
+    output.meta.pop("taps", None)
+    plain.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
+    return plain
+
+
+def _plain_stream(by_name: dict[str, fx.Node], boundary: Boundary) -> str:
+    node = by_name[boundary.node.name]
+    if boundary.carrier.kind == "plain":
+        return node.name
+    return next(u.name for u in node.users if u.meta.get("custom", {}).get("hcx", {}).get("role") == "reduce")
+
+
+def with_values(program: Program, values: dict[str, torch.Tensor]) -> Program:
+    """A new Program that shares all tensors with the given one but for some that get new values."""
+    new = fork(program)
+    for name, tensor in values.items():
+        path, _, leaf = name.rpartition(".")
+        owner = new._root
+        for part in path.split("."):
+            owner = owner._modules[part]
+        old = program.tensor(name)
+        tensor = tensor.detach().to(old.device, old.dtype).reshape(old.shape).clone()
+        if leaf in owner._parameters:
+            owner._parameters[leaf] = torch.nn.Parameter(tensor, requires_grad=old.requires_grad)
+        else:
+            owner._buffers[leaf] = tensor
+    return new

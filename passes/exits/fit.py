@@ -1,0 +1,190 @@
+"""Fit what exits have of their own in closed form: translators and classifiers first, then gates and candidates.
+
+Nothing here needs a gradient through the model: the backbone is run and left as it is. Heads with a norm, an MLP or a
+block of their own are trained through their taps, with the losses of :mod:`hcx.passes.exits.losses`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from hcx.rewrite.errors import UsageError
+from hcx.rewrite.observe import reader
+from hcx.rewrite.program import Program
+
+from . import gates
+from .applied import Applied, applied, with_values
+from .heads import pooled
+from .ridge import Ridge, logistic, softmax_regression
+from .trials import Batches, kept, measure
+
+GATES = ("probe", "gate", "jei")
+
+
+@dataclass
+class Fit:
+    """What was fitted, and how well exits agree with the model on the inputs that heads were not fitted on.
+
+    Attributes:
+        fitted: names of the tensors with new values.
+        positions: that heads, and that gates were fitted on.
+        agreement: share of positions with the model's own answer at each exit, by number of blocks, after the fit;
+            ``before``: with the values that the Program had.
+    """
+
+    fitted: list[str]
+    positions: dict[str, int]
+    agreement: dict[str, float]
+    before: dict[str, float]
+    notes: list[str] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values."""
+        return asdict(self)
+
+
+def fit(
+    program: Program,
+    batches: Batches,
+    *,
+    ridge: float = 1e-3,
+    share: float = 0.7,
+    skip: int = 0,
+    labels: list[torch.Tensor] | None = None,
+) -> tuple[Program, Fit]:
+    """A new Program with fitted exits; the given one is not changed.
+
+    ``affine`` heads get a ridge fit of the stream towards the end of the stack, in one pass; ``classifier`` heads a
+    softmax regression to the model's own most likely class. Then gates are fitted, on other inputs, to predict at
+    which positions an exit agrees with the model: ``probe`` at each exit, ``gate`` among positions where no earlier
+    exit does, ``jei`` at each exit that is not before the cheapest one that agrees. Candidates are the rows that the
+    model chose most often.
+
+    Args:
+        batches: flat inputs, one list a call.
+        ridge: penalty, see :class:`~hcx.passes.exits.ridge.Ridge`.
+        share: of the calls that heads are fitted on; gates see the rest.
+        skip: leading positions of each row that are left out: the first token of a decoder carries an attention sink.
+        labels: truth for each call; classifiers are fitted to it instead, and gates to being right.
+
+    Raises:
+        UsageError: nothing to fit, too few calls, or no exits in select form.
+    """
+    exits = applied(program)
+    kinds = {d["head"] for d in exits.details}
+    score, candidates = exits.details[0]["score"], exits.details[0].get("candidates")
+    notes = [f"head={h} is trained through its taps, not here" for h in sorted(kinds & {"norm", "mlp", "block"})]
+    if not kinds & {"affine", "classifier"} and score not in GATES and candidates is None:
+        raise UsageError(
+            f"exits with head={'/'.join(sorted(kinds))} and score={score} have nothing to fit in closed form",
+            where="exits",
+            hint="use head=affine or a learned score; see docs/training.md for the other heads",
+        )
+    cut = max(1, round(share * len(batches)))
+    if cut >= len(batches):
+        raise UsageError("heads and gates need inputs of their own", where="batches", hint="give at least two calls")
+    first, rest = batches[:cut], batches[cut:]
+    truth = (labels[:cut], labels[cut:]) if labels is not None else (None, None)
+    before = measure(exits, rest, skip=skip)
+    values, positions = _heads(exits, first, ridge, skip, truth[0])
+    if candidates is not None:
+        chosen = measure(exits, first, skip=skip).answers[-1]
+        most = torch.bincount(chosen).argsort(descending=True)[:candidates]
+        values[exits.tensor(None, "candidates")] = _filled_up(most, candidates)
+    new = with_values(program, values) if values else program
+    if score in GATES:
+        own = _gates(applied(new), rest, score, skip, truth[1])
+        values |= own
+        new = with_values(new, own)
+    after = measure(new, rest, skip=skip)
+    report = Fit(
+        sorted(values),
+        {"heads": positions, "gates": len(after) if score in GATES else 0},
+        _by_place(after),
+        _by_place(before),
+        notes,
+    )
+    applied(new).entry["fit"] = report.to_json()
+    return new, report
+
+
+def _by_place(trials) -> dict[str, float]:
+    shares = trials.agrees.double().mean(1).tolist()
+    return {str(k): s for k, s in zip(trials.places, shares, strict=True)}
+
+
+def _filled_up(rows: torch.Tensor, count: int) -> torch.Tensor:
+    """So many different rows: the given ones, then the first of the others (common tokens have small numbers)."""
+    have = set(rows.tolist())
+    more = (n for n in range(count + len(have)) if n not in have)
+    return torch.tensor([*rows.tolist(), *(next(more) for _ in range(count - len(rows)))])
+
+
+def _heads(
+    exits: Applied, batches: Batches, ridge: float, skip: int, labels: list[torch.Tensor] | None
+) -> tuple[dict[str, torch.Tensor], int]:
+    """Values of translators and classifiers, and the number of positions they were fitted on."""
+    heads = {k: d["head"] for k, d in zip(exits.places, exits.details, strict=True)}
+    affine = [k for k, h in heads.items() if h == "affine"]
+    pooling = [k for k, h in heads.items() if h == "classifier"]
+    if not affine and not pooling:
+        return {}, 0
+    stream = dict(zip(exits.places, exits.streams, strict=True))
+    read = reader(exits.program, exits.graph, [*(stream[k] for k in (*affine, *pooling)), exits.end, exits.answer])
+    sums: dict[int, Ridge] = {}
+    seen: dict[int, list[torch.Tensor]] = {k: [] for k in pooling}
+    answers: list[torch.Tensor] = []
+    positions, classes = 0, 0
+    for number, flat in enumerate(batches):
+        *values, end, answer = read(exits.program.signature.complete(flat))
+        classes = answer.shape[-1]
+        for k, value in zip(affine, values, strict=False):
+            x, y = (kept(v, skip).flatten(0, -2) for v in (value, end))
+            sums.setdefault(k, Ridge(x.shape[-1])).add(x, y)
+            positions = sums[k].count
+        for k, value in zip(pooling, values[len(affine) :], strict=True):
+            seen[k].append(pooled(value))
+        if pooling:
+            answers.append(labels[number] if labels is not None else answer.argmax(-1))
+            positions = sum(len(a) for a in answers)
+    found = {}
+    for k in (*affine, *pooling):
+        weight, bias = (
+            sums[k].solve(ridge) if k in sums else softmax_regression(torch.cat(seen[k]), torch.cat(answers), classes)
+        )
+        found[exits.tensor(k, "weight")], found[exits.tensor(k, "bias")] = weight, bias
+    return found, positions
+
+
+def _gates(
+    exits: Applied, batches: Batches, score: str, skip: int, labels: list[torch.Tensor] | None
+) -> dict[str, torch.Tensor]:
+    """Values of the gates at each exit."""
+    trials = measure(exits, batches, skip=skip, labels=labels)
+    good = trials.agrees if labels is None else trials.answers[:-1] == trials.labels
+    found: dict[str, torch.Tensor] = {}
+    missed = torch.ones(len(trials), dtype=torch.bool)  # no exit before has given the right answer
+    for number, (k, x) in enumerate(zip(exits.places, _features(exits, batches, score, skip), strict=True)):
+        label = good[number] if score != "jei" else good[: number + 1].any(0)
+        rows = missed if score == "gate" and int(missed.sum()) > 1 else slice(None)
+        weight, bias = logistic(x[rows], label[rows], ridge=1e-2 if score != "jei" else 1e-4)
+        found[exits.tensor(k, "gate.weight")], found[exits.tensor(k, "gate.bias")] = weight, bias
+        missed &= ~good[number]
+    return found
+
+
+def _features(exits: Applied, batches: Batches, score: str, skip: int) -> list[torch.Tensor]:
+    """What the gate of each exit reads at each position, ``[N, d]``, from one run."""
+    count = len(exits.places)
+    read = reader(exits.program, exits.graph, [*(exits.scored if score == "jei" else exits.streams), *exits.scores])
+    rows: list[list[torch.Tensor]] = [[] for _ in range(count)]
+    for flat in batches:
+        values = read(exits.program.signature.complete(flat))
+        for number, (value, figure) in enumerate(zip(values[:count], values[count:], strict=True)):
+            if score != "jei" and value.dim() - 1 > figure.dim():
+                value = pooled(value)
+            made = gates.features(value) if score == "jei" else gates.unit_rms(value)
+            rows[number].append(kept(made, skip if figure.dim() > 1 else 0).flatten(0, -2))
+    return [torch.cat(r) for r in rows]

@@ -1,0 +1,135 @@
+"""What exits say on real inputs, position by position, beside what the model says when nothing leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from hcx.rewrite.errors import UsageError
+from hcx.rewrite.observe import reader
+from hcx.rewrite.program import Program, copy_graph
+
+from .applied import Applied, applied
+from .costs import Costs
+
+Batches = Sequence[list[torch.Tensor]]
+"""Flat inputs, one list a call."""
+
+LEAST_SHARE = 0.05
+"""An exit that fewer positions take is reported as useless: its score is paid by all."""
+
+
+@dataclass
+class Trials:
+    """Scores and answers of K exits over N positions.
+
+    Attributes:
+        places: blocks before each exit; ``depth``: blocks of the model.
+        scores: ``[K, N]``.
+        answers: most likely class at each exit and, last, of the model, ``[K + 1, N]``.
+        labels: ``[N]`` where the truth is known.
+    """
+
+    places: list[int]
+    depth: int
+    scores: torch.Tensor
+    answers: torch.Tensor
+    labels: torch.Tensor | None = None
+
+    @property
+    def agrees(self) -> torch.Tensor:
+        """Where each exit gives the model's answer, ``[K, N]``."""
+        return self.answers[:-1] == self.answers[-1]
+
+    @property
+    def blocks(self) -> torch.Tensor:
+        """Blocks of each way through the model, ``[K + 1]`` in float64."""
+        return torch.tensor([*self.places, self.depth], dtype=torch.float64)
+
+    def leave(self, thresholds: Sequence[float]) -> torch.Tensor:
+        """Number of the exit that each position takes, ``[N]``; K where it never leaves."""
+        limits = torch.tensor(list(thresholds), dtype=self.scores.dtype)
+        fires = torch.cat([self.scores >= limits[:, None], torch.ones_like(self.scores[:1], dtype=torch.bool)])
+        return fires.int().argmax(0)
+
+    def figures(self, thresholds: Sequence[float], costs: Costs | None = None) -> dict[str, Any]:
+        """What these thresholds lead to: shares, mean depth, agreement, accuracy, net operations."""
+        taken = self.leave(thresholds)
+        shares = torch.bincount(taken, minlength=len(self.places) + 1).double() / taken.numel()
+        chosen = self.answers.gather(0, taken[None])[0]
+        result: dict[str, Any] = {
+            "positions": taken.numel(),
+            "mean_depth": float(shares @ self.blocks),
+            "agreement": float((chosen == self.answers[-1]).double().mean()),
+            "shares": {str(k): float(s) for k, s in zip([*self.places, self.depth], shares, strict=True)},
+            "useless": [k for k, s in zip(self.places, shares, strict=False) if s < LEAST_SHARE],
+        }
+        if self.labels is not None:
+            result["accuracy"] = float((chosen == self.labels).double().mean())
+            result["full_accuracy"] = float((self.answers[-1] == self.labels).double().mean())
+        if costs is not None:
+            result["net_flops"] = costs.net(shares.tolist())
+        return result
+
+    def part(self, start: int, end: int) -> Trials:
+        """Some of the positions."""
+        labels = self.labels[start:end] if self.labels is not None else None
+        return Trials(self.places, self.depth, self.scores[:, start:end], self.answers[:, start:end], labels)
+
+    def __len__(self) -> int:
+        return self.scores.shape[1]
+
+
+def measure(
+    program: Program | Applied, batches: Batches, *, skip: int = 0, labels: Iterable[torch.Tensor] | None = None
+) -> Trials:
+    """Run a Program with exits in select form as if none ever fired.
+
+    Args:
+        skip: leading positions of each row to leave out: a decoder's first token says little, and nothing fair can be
+            said of it.
+        labels: the truth for each call, of the shape of the answer without its classes.
+
+    Raises:
+        UsageError: no exits in select form, or nothing to run on.
+    """
+    exits = program if isinstance(program, Applied) else applied(program)
+    graph = copy_graph(exits.graph)
+    nodes = {n.name: n for n in graph.nodes}
+    names = []
+    with graph.inserting_before(graph.output_node()):
+        for name in (*exits.logits, exits.answer):
+            names.append(graph.call_function(torch.ops.aten.argmax.default, (nodes[name], -1)).name)
+    read = reader(exits.program, graph, [*exits.scores, *names])
+    count, scores, answers = len(exits.places), [], []
+    for flat in batches:
+        values = [kept(v, skip).reshape(-1) for v in read(exits.program.signature.complete(flat))]
+        scores.append(torch.stack(values[:count]).float())
+        answers.append(torch.stack(values[count:]))
+    if not scores:
+        raise UsageError("there is nothing to measure on", where="batches", hint="give at least one call's inputs")
+    truth = None if labels is None else torch.cat([kept(t, skip).reshape(-1) for t in labels])
+    return Trials(exits.places, exits.depth, torch.cat(scores, 1), torch.cat(answers, 1), truth)
+
+
+def kept(value: torch.Tensor, skip: int) -> torch.Tensor:
+    """Positions of ``[batch, sequence, ...]`` after the first few; values without a sequence stay as they are."""
+    return value[:, skip:] if skip and value.dim() > 1 else value
+
+
+def token_batches(program: Program, ids: torch.Tensor, length: int, rows: int = 1) -> list[list[torch.Tensor]]:
+    """Flat inputs from consecutive windows of a token row, ``[n]``; what does not fill a window is left out.
+
+    Raises:
+        UsageError: the Program takes no token ids, or there are too few.
+    """
+    name = program.signature.tokens
+    if name is None:
+        raise UsageError("this model does not take `input_ids`, so no text can be read", where=program.signature.model)
+    count = len(ids) // length
+    if not count:
+        raise UsageError(f"{len(ids)} tokens do not fill a window of {length}", where="text", hint="give a longer text")
+    windows = ids[: count * length].reshape(count, length)
+    return [program.signature.by_name({name: part.contiguous()}) for part in windows.split(rows)]
