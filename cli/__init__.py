@@ -9,12 +9,15 @@ from importlib import import_module
 from typing import Any
 
 COMMANDS = ("inspect", "plan", "rewrite", "verify", "diff", "export", "generate", "passes", "env")
+GROUPS = ("exits",)
+"""Groups of commands: ``hcx exits fit`` is ``hcx.cli.exits.fit``."""
 
-__all__ = list(COMMANDS)
+__all__ = [*COMMANDS, *GROUPS]
 
 
 def __getattr__(name: str) -> Any:
     """Import a command's module on first use, so that ``hcx --help`` does not pay for torch."""
-    if name not in COMMANDS:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".cmd_{name}", __name__), name)
+    module = import_module(f".cmd_{name}", __name__)
+    return module if name in GROUPS else getattr(module, name)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from functools import reduce
 from typing import Annotated, Any
 
 import typer
@@ -36,9 +37,10 @@ def _run(context: typer.Context, json: bool, verbose: int, **options: Any) -> in
     """Call the function of the command's name and print what it returns."""
     import hcx.cli
 
+    names = context.command_path.split()[1:]
     console: Console = context.obj
-    console.configure(context.info_name or "", json, verbose)
-    function = getattr(hcx.cli, context.info_name or "")
+    console.configure(" ".join(names), json, verbose)
+    function = reduce(getattr, names, hcx.cli)
     console.show(function(**options, progress=console.say))
     return 0
 
@@ -176,3 +178,40 @@ def passes(context: typer.Context, name: PassName = None, json: Json = False, ve
 def env(context: typer.Context, json: Json = False, verbose: Verbose = 0) -> int:
     """Show versions and threads, for a report of a problem."""
     return _run(context, json, verbose)
+
+
+exits = typer.Typer(help="Fit exits, and choose the thresholds they leave from.", no_args_is_help=True)
+app.add_typer(exits, name="exits")
+Corpus = Annotated[str, typer.Option("--text", metavar="FILE", help="UTF-8 text, read in windows", show_default=False)]
+Replaced = Annotated[str | None, typer.Option("-o", "--output", metavar="NEW.hcx", help="else OUT.hcx with --overwrite")]
+Length = Annotated[int, typer.Option("--length", metavar="N", min=2, help="tokens a window")]
+
+
+@exits.command()
+def fit(
+    context: typer.Context, artefact: shared.Artefact, text: Corpus, output: Replaced = None,
+    overwrite: Overwrite = False, length: Length = 256,
+    ridge: Annotated[float, typer.Option("--ridge", help="penalty on leaving the identity, without a unit")] = 1e-3,
+    weights: Weights = None, json: Json = False, verbose: Verbose = 0,
+) -> int:
+    """Fit affine heads, classifiers, learned scores and candidates in closed form; the model stays as it is."""
+    return _run(context, json, verbose, artefact=artefact, text=text, output=output, overwrite=overwrite,
+                length=length, ridge=ridge, weights=weights)
+
+
+@exits.command()
+def calibrate(
+    context: typer.Context, artefact: shared.Artefact, text: Corpus,
+    budget: Annotated[float | None, typer.Option("--budget", metavar="BLOCKS", help="mean depth")] = None,
+    agreement: Annotated[float | None, typer.Option("--agreement", metavar="SHARE", help="with the model's answer")] = None,
+    risk: Annotated[float | None, typer.Option("--risk", metavar="SHARE", help="of other answers, by Learn-then-Test")] = None,
+    held_out: Annotated[str | None, typer.Option("--held-out", metavar="FILE", help="default: the last third of --text")] = None,
+    method: Annotated[str, typer.Option("--method", metavar="NAME", help="eero or quantile")] = "eero",
+    confidence: Annotated[float, typer.Option("--confidence", help="of --risk")] = 0.95,
+    output: Replaced = None, overwrite: Overwrite = False, length: Length = 256,
+    weights: Weights = None, json: Json = False, verbose: Verbose = 0,
+) -> int:
+    """Choose thresholds for a target, and measure them on text that they were not chosen on."""
+    return _run(context, json, verbose, artefact=artefact, text=text, held_out=held_out, budget=budget,
+                agreement=agreement, risk=risk, method=method, confidence=confidence, output=output,
+                overwrite=overwrite, length=length, weights=weights)

@@ -79,7 +79,7 @@ def geometric_shares(costs: torch.Tensor, budget: float) -> torch.Tensor:
 def _with_mean(costs: torch.Tensor, budget: float, shares: Callable[[float], torch.Tensor]) -> torch.Tensor:
     """Shares of a family whose mean cost falls with its parameter, at a given mean."""
     low, high = -200.0, 200.0
-    for _ in range(200):
+    for _ in range(60):
         middle = (low + high) / 2
         if float(shares(middle) @ costs) > budget:
             low = middle
@@ -109,7 +109,7 @@ def for_budget(trials: Trials, budget: float, method: str = "eero") -> list[floa
     return sequential_quantiles(trials.scores, shares.tolist())
 
 
-def path(trials: Trials, method: str = "eero", steps: int = 200) -> list[list[float]]:
+def path(trials: Trials, method: str = "eero", steps: int = 100) -> list[list[float]]:
     """Thresholds from never leaving down to the first exit's depth, in equal steps of the budget."""
     budgets = torch.linspace(trials.depth, trials.places[0], steps + 2, dtype=torch.float64)[1:-1]
     return [[NEVER] * len(trials.places), *(for_budget(trials, float(b), method) for b in budgets)]

@@ -1,0 +1,190 @@
+"""``hcx exits``: fit what exits have of their own, and choose their thresholds; each writes a ``.hcx`` folder."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+from hcx.rewrite.errors import UsageError
+
+from .opening import check_artefact, check_output, read_text
+from .result import Progress, Result, silent
+
+if TYPE_CHECKING:
+    import torch
+    from hcx.rewrite import Program
+
+HELD_OUT = 1 / 3
+"""Share of the text that thresholds are measured on where no other text is given: its end."""
+
+
+def fit(
+    artefact: str,
+    *,
+    text: str,
+    output: str | None = None,
+    overwrite: bool = False,
+    length: int = 256,
+    ridge: float = 1e-3,
+    weights: str | None = None,
+    progress: Progress = silent,
+) -> Result:
+    """Fit translators, classifiers, gates and candidates in closed form on a text; see :func:`hcx.passes.exits.fit`.
+
+    Args:
+        artefact: a ``.hcx`` folder whose Program has exits in select form.
+        text: UTF-8 text file, read in windows of ``length`` tokens.
+        output: folder to write; without it the given one is replaced, which needs ``overwrite``.
+
+    Raises:
+        UsageError: nothing to fit, a text that is too short, or no exits.
+    """
+    program, target, started = *_open(artefact, output, overwrite, weights, progress), time.perf_counter()
+    from hcx.passes.exits import fit as fit_exits
+    from hcx.passes.exits import token_batches
+
+    batches = token_batches(program, _tokens(program, text), length)
+    progress(f"fitting on {len(batches)} windows of {length} tokens")
+    new, report = fit_exits(program, batches, ridge=ridge, skip=_skip(program))
+    data = {**report.to_json(), "text": text, "windows": len(batches), "length": length}
+    return _saved(new, target, overwrite, data, _fit_text(data), started, progress)
+
+
+def calibrate(
+    artefact: str,
+    *,
+    text: str,
+    held_out: str | None = None,
+    budget: float | None = None,
+    agreement: float | None = None,
+    risk: float | None = None,
+    method: str = "eero",
+    confidence: float = 0.95,
+    output: str | None = None,
+    overwrite: bool = False,
+    length: int = 256,
+    weights: str | None = None,
+    progress: Progress = silent,
+) -> Result:
+    """Choose thresholds for one target, and measure them on text that they were not chosen on.
+
+    Args:
+        artefact: a ``.hcx`` folder whose Program has exits in select form.
+        text: UTF-8 text file, read in windows of ``length`` tokens.
+        held_out: another one; by default the last third of ``text``.
+        budget, agreement, risk: one of them, see :func:`hcx.passes.exits.calibrate`; ``method`` and ``confidence``
+            belong to it.
+        output: folder to write; without it the given one is replaced, which needs ``overwrite``.
+
+    Raises:
+        UsageError: not one target, or one that cannot be met; a text that is too short; no exits.
+    """
+    if sum(v is not None for v in (budget, agreement, risk)) != 1:
+        raise UsageError(
+            "give one target", where="hcx exits calibrate", hint="--budget 24, --agreement 0.95 or --risk 0.05"
+        )
+    if method not in ("eero", "quantile"):
+        raise UsageError(f"there is no method {method!r}", where="--method", hint="eero or quantile")
+    program, target, started = *_open(artefact, output, overwrite, weights, progress), time.perf_counter()
+    from hcx.passes.exits import calibrate as calibrate_exits
+    from hcx.passes.exits import token_batches
+
+    ids = _tokens(program, text)
+    mine = token_batches(program, ids, length)
+    if held_out is not None:
+        other = token_batches(program, _tokens(program, held_out), length)
+    else:
+        cut = len(mine) - max(1, round(HELD_OUT * len(mine)))
+        if cut < 1:
+            raise UsageError(
+                f"{text} has {len(ids)} tokens, too few for two windows of {length}",
+                where="--text",
+                hint="give a longer text, or --held-out FILE",
+            )
+        mine, other = mine[:cut], mine[cut:]
+    progress(f"calibrating on {len(mine)} windows of {length} tokens, measuring on {len(other)}")
+    new, report = calibrate_exits(
+        program,
+        mine,
+        other,
+        budget=budget,
+        agreement=agreement,
+        risk=risk,
+        method=method,
+        confidence=confidence,
+        skip=_skip(program),
+    )
+    data = {**report.to_json(), "text": text, "held_out_text": held_out or f"end of {text}", "length": length}
+    return _saved(new, target, overwrite, data, _calibration_text(data), started, progress)
+
+
+def _open(
+    artefact: str, output: str | None, overwrite: bool, weights: str | None, progress: Progress
+) -> tuple[Program, str]:
+    """The Program, and where the result goes; refused early where it could not be written."""
+    check_artefact(artefact)
+    if output is None and not overwrite:
+        raise UsageError(
+            f"{artefact} would be replaced", where=artefact, hint="choose another name with -o, or add --overwrite"
+        )
+    target = output or artefact
+    if not target.rstrip("/").endswith(".hcx"):
+        raise UsageError(f"the output is a folder that ends in .hcx, not {target}", where="-o", hint=f"-o {target}.hcx")
+    check_output(target, overwrite=overwrite, replaceable="manifest.json")
+    progress(f"opening {artefact}")
+    from hcx.rewrite import load
+
+    return load(artefact, weights=weights), target
+
+
+def _tokens(program: Program, path: str) -> torch.Tensor:
+    """Token ids of a text file, ``[n]``."""
+    import torch
+    from hcx.rewrite.source import tokenizer_from
+
+    words = tokenizer_from(program.companions)
+    return torch.tensor(words(read_text(path), add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def _skip(program: Program) -> int:
+    """A decoder's first token is left out, see :func:`hcx.passes.exits.measure`."""
+    return int(program.signature.has_cache)
+
+
+def _saved(
+    program: Program, target: str, overwrite: bool, data: dict[str, Any], text: str, started: float, progress: Progress
+) -> Result:
+    progress(f"saving {target}")
+    program.save(target, overwrite=overwrite)
+    data = {"output": target, **data, "seconds": time.perf_counter() - started}
+    return Result(data, f"{target}\n\n{text}\n\n{data['seconds']:.1f} s")
+
+
+def _fit_text(data: dict[str, Any]) -> str:
+    lines = [f"{'exit':>6s}  agreement with the model's answer, before and after"]
+    lines += [f"{k:>6s}  {100 * data['before'][k]:5.1f} % -> {100 * v:5.1f} %" for k, v in data["agreement"].items()]
+    lines += [f"fitted on {data['positions']['heads']} positions for heads, {data['positions']['gates']} for gates"]
+    return "\n".join([*lines, *data["notes"]])
+
+
+def _calibration_text(data: dict[str, Any]) -> str:
+    ((name, value),) = data["target"].items()
+    lines = [
+        f"target {name} {value:g} by {data['method']}",
+        f"{'exit':>6s}  {'leaves from':>12s}  {'held out':>9s}  net",
+    ]
+    for k, share in data["held_out"]["shares"].items():
+        limit = data["thresholds"].get(k)
+        shown = "never" if limit is None else f"{limit:.4g}"
+        lines.append(
+            f"{k:>6s}  {shown if k in data['thresholds'] else '(all)':>12s}  {100 * share:7.1f} %  {data['ways'][k]:.3f}"
+        )
+    for label, key in (("calibration", "calibration"), ("held out", "held_out")):
+        f = data[key]
+        lines.append(
+            f"{label:11s}  mean depth {f['mean_depth']:.2f}, agreement {100 * f['agreement']:.1f} %, "
+            f"net operations {f['net_flops']:.3f} of the plain model's, {f['positions']} positions"
+        )
+    if data["useless"]:
+        lines.append(f"useless: less than 5 % leave at {', '.join(map(str, data['useless']))}")
+    return "\n".join([*lines, *([data["note"]] if data["note"] else [])])
