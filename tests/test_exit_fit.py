@@ -70,6 +70,9 @@ def test_regressions_against_scikit_learn():
     theirs = linear_model.LogisticRegression(C=1 / (0.02 * 300), tol=1e-10, max_iter=10000).fit(z, y)
     assert torch.allclose(weight[0] * x.std(0), torch.tensor(theirs.coef_[0]), atol=1e-4)
     assert torch.allclose(torch.sigmoid(x @ weight[0] + bias), torch.tensor(theirs.predict_proba(z)[:, 1]), atol=1e-4)
+    weight, _ = logistic(x, y, ridge=0.02, balanced=True)
+    model = linear_model.LogisticRegression(C=1 / (0.02 * 300), tol=1e-10, max_iter=10000, class_weight="balanced")
+    assert torch.allclose(weight[0] * x.std(0), torch.tensor(model.fit(z, y).coef_[0]), atol=1e-4)
     labels = (x[:, 0] > 0).long() + (x[:, 4] > 1).long()
     weight, bias = softmax_regression(x, labels, 3, ridge=0.02)
     theirs = linear_model.LogisticRegression(C=1 / (0.02 * 300), tol=1e-10, max_iter=10000).fit(z, labels)
@@ -284,6 +287,23 @@ def test_targets_that_cannot_be_are_refused(llama, fitted, targets):
     calls = batches(llama, fitted[0], 1, 3)
     with pytest.raises(UsageError):
         calibrate(fitted[0], calls, calls, **targets)
+
+
+@pytest.mark.parametrize("before", ["hc{mult=2}", "looped{start=1,end=3,scalar=0.3}", "exits{at=[3],threshold=0.02}"])
+def test_exits_are_found_again_behind_other_passes(llama, before, tmp_path):
+    """Behind several streams, a loop, and other exits, whose own selection then counts as late."""
+    program = llama.program.rewrite(f"{before},exits{{at=[2,4],head=affine,score=probe}}", check=False)
+    program.save(tmp_path / "a.hcx")
+    program = load(tmp_path / "a.hcx")
+    number = 1 if before.startswith("exits") else 0
+    calls = batches(llama, program, 1, 15)
+    new, report = fit(program, calls, skip=1)
+    assert len(report.fitted) == 8 and all(n.startswith(f"hcx.exits_{number}.") for n in report.fitted)
+    assert all(report.agreement[k] > report.before[k] for k in ("2", "4")), report
+    costs = exit_costs(new, calls[0])
+    assert costs.leave[0] < costs.leave[1] < costs.leave[2] and 1 <= costs.relative()[-1] < 1.02
+    with torch.no_grad():
+        assert torch.equal(new.run_flat(calls[0])[0], program.run_flat(calls[0])[0])
 
 
 # ---- costs

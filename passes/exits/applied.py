@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from hcx.rewrite.dataflow import op_name
 from hcx.rewrite.errors import UsageError
 from hcx.rewrite.finder import cache_nodes, find_in_graph
 from hcx.rewrite.pipeline import fork
@@ -15,7 +14,7 @@ from hcx.rewrite.sites import Boundary
 from hcx.rewrite.values import fake_mode_of
 from torch import fx
 
-from .inserted import answer_of
+from .inserted import answer_of, is_selection
 
 NAME = "exits"
 
@@ -74,11 +73,9 @@ def applied(program: Program) -> Applied:
             "this program has no exits", where=program.signature.model, hint="rewrite it with `exits` first"
         )
     details = [s["detail"] for s in sites]
-    forms = {d.get("form", "select") for d in details}
-    if forms != {"select"}:
-        raise UsageError(
-            f"the exits are in {sorted(forms)[0]} form", where=NAME, hint="fit and calibrate them in select form"
-        )
+    form = entries[-1]["plan"]["steps"][0]["options"].get("form", "select")
+    if form != "select":
+        raise UsageError(f"the exits are in {form} form", where=NAME, hint="fit and calibrate them in select form")
     number = len(entries) - 1
     fake_mode_of(program)
     graph = never_leaving(program)
@@ -111,11 +108,8 @@ def never_leaving(program: Program) -> fx.Graph:
     """A copy of the graph in which every selection takes the late value; taps stay."""
     graph = copy_graph(program.graph)
     for node in graph.nodes:
-        tag = node.meta.get("custom", {}).get("hcx", {})
-        if op_name(node) == "where" and tag.get("pass") == NAME and tag.get("role") == "select":
-            late = node.args[2]
-            if node.meta["val"].is_floating_point():  # the depth that a tap reports is selected as well
-                node.replace_all_uses_with(late)
+        if is_selection(node):
+            node.replace_all_uses_with(node.args[2])
     return graph
 
 

@@ -18,7 +18,7 @@ from . import gates
 from .applied import Applied, applied, with_values
 from .heads import pooled
 from .ridge import Ridge, logistic, softmax_regression
-from .trials import Batches, kept, measure
+from .trials import Batches, Trials, kept, measure
 
 GATES = ("probe", "gate", "jei")
 
@@ -59,7 +59,8 @@ def fit(
     ``affine`` heads get a ridge fit of the stream towards the end of the stack, in one pass; ``classifier`` heads a
     softmax regression to the model's own most likely class. Then gates are fitted, on other inputs, to predict at
     which positions an exit agrees with the model: ``probe`` at each exit, ``gate`` among positions where no earlier
-    exit does, ``jei`` at each exit that is not before the cheapest one that agrees. Candidates are the rows that the
+    exit does, ``jei`` at each exit that is not before the cheapest one that agrees, both classes with the same weight.
+    Candidates are the rows that the
     model chose most often.
 
     Args:
@@ -94,11 +95,11 @@ def fit(
         most = torch.bincount(chosen).argsort(descending=True)[:candidates]
         values[exits.tensor(None, "candidates")] = _filled_up(most, candidates)
     new = with_values(program, values) if values else program
+    after = measure(new, rest, skip=skip, labels=truth[1])  # gates do not change answers
     if score in GATES:
-        own = _gates(applied(new), rest, score, skip, truth[1])
+        own = _gates(applied(new), after, rest, score, skip)
         values |= own
         new = with_values(new, own)
-    after = measure(new, rest, skip=skip)
     report = Fit(
         sorted(values),
         {"heads": positions, "gates": len(after) if score in GATES else 0},
@@ -110,7 +111,7 @@ def fit(
     return new, report
 
 
-def _by_place(trials) -> dict[str, float]:
+def _by_place(trials: Trials) -> dict[str, float]:
     shares = trials.agrees.double().mean(1).tolist()
     return {str(k): s for k, s in zip(trials.places, shares, strict=True)}
 
@@ -158,18 +159,15 @@ def _heads(
     return found, positions
 
 
-def _gates(
-    exits: Applied, batches: Batches, score: str, skip: int, labels: list[torch.Tensor] | None
-) -> dict[str, torch.Tensor]:
-    """Values of the gates at each exit."""
-    trials = measure(exits, batches, skip=skip, labels=labels)
-    good = trials.agrees if labels is None else trials.answers[:-1] == trials.labels
+def _gates(exits: Applied, trials: Trials, batches: Batches, score: str, skip: int) -> dict[str, torch.Tensor]:
+    """Values of the gates at each exit; ``trials`` are what the exits answered on these calls."""
+    good = trials.agrees if trials.labels is None else trials.answers[:-1] == trials.labels
     found: dict[str, torch.Tensor] = {}
     missed = torch.ones(len(trials), dtype=torch.bool)  # no exit before has given the right answer
     for number, (k, x) in enumerate(zip(exits.places, _features(exits, batches, score, skip), strict=True)):
         label = good[number] if score != "jei" else good[: number + 1].any(0)
         rows = missed if score == "gate" and int(missed.sum()) > 1 else slice(None)
-        weight, bias = logistic(x[rows], label[rows], ridge=1e-2 if score != "jei" else 1e-4)
+        weight, bias = logistic(x[rows], label[rows], ridge=1e-2, balanced=score == "jei")
         found[exits.tensor(k, "gate.weight")], found[exits.tensor(k, "gate.bias")] = weight, bias
         missed &= ~good[number]
     return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
-from hcx.rewrite.dataflow import Dataflow, value
+from hcx.rewrite.dataflow import Dataflow, op_name, value
 from hcx.rewrite.editor import Editor
 from hcx.rewrite.program import Program
 from hcx.rewrite.sites import Stack
@@ -77,12 +77,13 @@ class Inserted:
             self.view = copied_view(editor, program, self.site, last_part(program, stack, head), stream)
         nodes = readout(program, end, answer)
         mapping = {end: self.view}
+        mapping |= {n: self.view for n in program.graph.nodes if is_selection(n) and never(n) is end}
         if head == "norm":
             mapping |= own_copies(editor, program, self.site, nodes, norm_parameters(program, nodes))
         if count := detail.get("candidates"):
             self.scored = restricted_readout(editor, program, nodes, mapping, count)
             self.scored.meta["custom"]["hcx"]["scored"] = f"{editor.number}.{self.at}"
-        self.logits = self.view if not nodes else editor.clone(nodes, dict(mapping), role="head")[answer]
+        self.logits = self.view if not nodes else editor.clone(nodes, dict(mapping), role="head")[never(answer)]
         if not count:
             self.scored = self.logits
 
@@ -138,8 +139,30 @@ def answer_of(graph: fx.Graph, outputs: int, stack: Stack) -> fx.Node | None:
 
 
 def readout(program: Program, end: fx.Node, answer: fx.Node) -> list[fx.Node]:
-    """The model's own way from the last boundary to its answer, in order; empty where the boundary is the answer."""
-    return [] if answer is end else Dataflow(program.graph).between(end, answer)
+    """The model's own way from the last boundary to its answer, in order; empty where the boundary is the answer.
+
+    Selections of exits that were inserted before are left out: a head reads what the model would say.
+    """
+    if never(answer) is end:
+        return []
+    return [n for n in Dataflow(program.graph).between(end, never(answer)) if not is_selection(n)]
+
+
+def is_selection(node: fx.Node) -> bool:
+    """Whether a node chooses between an exit's value and the later one."""
+    tag = node.meta.get("custom", {}).get("hcx", {})
+    return (
+        op_name(node) == "where"
+        and (tag.get("pass"), tag.get("role")) == ("exits", "select")
+        and value(node).is_floating_point()  # the depth that a tap reports is selected as well
+    )
+
+
+def never(node: fx.Node) -> fx.Node:
+    """What a value is where nothing leaves."""
+    while is_selection(node):
+        node = node.args[2]
+    return node
 
 
 def stream_misfit(stream: tuple[str, ...], answer: tuple[str, ...]) -> str | None:

@@ -40,7 +40,7 @@ class Ridge:
 
 
 def logistic(
-    features: torch.Tensor, labels: torch.Tensor, *, ridge: float = 1e-3, steps: int = 25
+    features: torch.Tensor, labels: torch.Tensor, *, ridge: float = 1e-3, steps: int = 25, balanced: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights ``[1, d]`` and bias ``[1]`` of ``sigmoid(w . x + b)`` by Newton's method, in float64.
 
@@ -49,7 +49,8 @@ def logistic(
 
     Args:
         features: ``[n, d]``.
-        labels: ``[n]`` in 0..1.
+        labels: ``[n]``, 0 or 1.
+        balanced: both labels weigh as much, so that 0.5 lies between them however rare one is.
     """
     x, y = features.double(), labels.double()
     share = (y.sum() + 1) / (len(y) + 2)
@@ -60,11 +61,12 @@ def logistic(
     z = torch.cat([(x - mean) / spread, torch.ones(len(x), 1, dtype=torch.float64)], 1)
     penalty = torch.full((z.shape[1],), ridge * len(x), dtype=torch.float64)
     penalty[-1] = 1e-6
-    w = torch.cat([torch.zeros(x.shape[1], dtype=torch.float64), start[None]])
+    count = torch.where(y > 0.5, len(y) / 2 / y.sum(), len(y) / 2 / (1 - y).sum()) if balanced else torch.ones_like(y)
+    w = torch.cat([torch.zeros(x.shape[1], dtype=torch.float64), (0 * start if balanced else start)[None]])
     for _ in range(steps):
         p = torch.sigmoid(z @ w)
-        gradient = z.T @ (p - y) + penalty * w
-        curvature = z.T @ ((p * (1 - p)).clamp_min(1e-9)[:, None] * z) + torch.diag(penalty)
+        gradient = z.T @ (count * (p - y)) + penalty * w
+        curvature = z.T @ ((count * p * (1 - p)).clamp_min(1e-9)[:, None] * z) + torch.diag(penalty)
         step = torch.linalg.solve(curvature, gradient)
         w = w - step
         if step.abs().max() < 1e-8:
