@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -17,6 +17,9 @@ from .normalize import rename
 from .program import Program
 from .signature import CACHE, InputSpec, tensor_indices
 from .values import fake_mode_of, stand_in
+
+if TYPE_CHECKING:
+    from .regions import Region
 
 
 class Editor:
@@ -137,6 +140,46 @@ class Editor:
             mapping[node] = new
             self.counts["cloned"] += 1
         return mapping
+
+    def cond(self, predicate: fx.Node, then: Region, otherwise: Region) -> tuple[fx.Node, ...]:
+        """Run one of two parts of the graph: their nodes move into the bodies of a branch.
+
+        Build both in the graph first, as if both ran: ``otherwise`` is usually what the model computes, ``then`` what
+        stands for it. Whoever read a result of ``otherwise`` then reads the branch. Weights and other values from
+        outside become operands.
+
+        Args:
+            predicate: a single bool; true runs ``then``.
+            then, otherwise: with as many results, of the same shapes and dtypes.
+
+        Returns:
+            the results.
+
+        Raises:
+            PlanError: regions that overlap, write in place, or hold a value that is read outside and is no result.
+        """
+        from .regions import insert_cond
+
+        return insert_cond(self, predicate, then, otherwise)
+
+    def repeat(self, trips: fx.Node, body: Region, carried: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
+        """Run a part of the graph as often as a tensor says: its nodes move into the body of a loop.
+
+        Args:
+            trips: int64 without dimensions; 0 gives ``carried`` unchanged.
+            body: one iteration, built in the graph as the first one: where it reads a value of ``carried``, a later
+                iteration reads the result of the one before.
+            carried: one value a result.
+
+        Returns:
+            the results of the last iteration.
+
+        Raises:
+            PlanError: as for :meth:`cond`.
+        """
+        from .regions import insert_repeat
+
+        return insert_repeat(self, trips, body, carried)
 
     def _need_place(self) -> None:
         if self._anchor is None:

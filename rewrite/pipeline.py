@@ -10,6 +10,7 @@ from typing import Any
 from torch import fx
 
 from . import registry, spec
+from .control import copy_graph
 from .editor import Editor
 from .errors import NoMatchError, PlanError
 from .mutation import check_hazards
@@ -75,8 +76,6 @@ def plan(program: Program, what: Any) -> Plan:
 
 def fork(program: Program) -> Program:
     """A Program with a graph of its own over the same tensors."""
-    from .program import copy_graph
-
     new = Program._build(
         copy_graph(program.graph),
         _same_tensors(program),
