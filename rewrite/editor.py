@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from .errors import PlanError, UsageError
 from .graph_text import target_name
@@ -122,6 +124,29 @@ class Editor:
                 self._mark(new)
                 self.counts["inserted"] += 1
         return tuple(result) if isinstance(result, list | tuple) else result
+
+    def size(self, size: int | torch.SymInt) -> fx.Node | int:
+        """A size of some value as a node that computes it from the inputs' sizes, or as the number that it is.
+
+        Raises:
+            PlanError: a size that only the data knows.
+        """
+        if isinstance(size, int):
+            return size
+        self._need_place()
+        env, tracer, known = {}, fx.proxy.GraphAppendingTracer(self.graph), set(self.graph.nodes)
+        for node in self.graph.find_nodes(op="placeholder"):
+            for axis, dim in enumerate(node.meta["val"].shape):
+                if isinstance(dim, torch.SymInt) and dim.node.expr in size.node.expr.free_symbols - env.keys():
+                    env[dim.node.expr] = fx.Proxy(self.call(torch.ops.aten.sym_size.int, node, axis), tracer)
+        if missing := size.node.expr.free_symbols - env.keys():
+            raise PlanError(f"the size {missing.pop()} is not a size of an input", where=self.pass_name)
+        result = sympy_interp(PythonReferenceAnalysis, env, size.node.expr).node
+        for node in [n for n in self.graph.nodes if n not in known and "val" not in n.meta]:
+            node.meta["val"] = node.target(*fx.map_arg(node.args, lambda n: n.meta["val"]))
+            self._mark(node)
+            self.counts["inserted"] += 1
+        return result
 
     def clone(self, nodes: Iterable[fx.Node], mapping: dict[fx.Node, fx.Node], **tag: Any) -> dict[fx.Node, fx.Node]:
         """Copy nodes at the current point with some operands replaced; parameters stay shared.

@@ -236,8 +236,7 @@ def _branch(
             otherwise = [nxt.stream, nxt.left, nxt.logits, nxt.depth, nxt.entry.logits, nxt.entry.score]
             known = set(program.graph.nodes)
             with editor.after(max(step.stream, step.entry.score), role="skip"):
-                same = shape(step.stream) == shape(nxt.stream) and value(step.stream).dtype == value(nxt.stream).dtype
-                stream = step.stream if same else editor.inline(_blank(value(nxt.stream)), step.stream)
+                stream = _stand_in(editor, step.stream, nxt.stream)
                 score = editor.inline(unknown, step.entry.score)
             made |= {n for n in program.graph.nodes if n not in known and n.op == "call_function"}
             then = [stream, step.left, step.logits, step.depth, step.logits, score]
@@ -255,10 +254,10 @@ def _ancestors(flow: Dataflow, ends: list[fx.Node]) -> set[fx.Node]:
     return {n for i, n in enumerate(flow.nodes) if bits >> i & 1}
 
 
-def _blank(like: torch.Tensor):
-    """Zeros in the shape of a later stream, which nobody reads: stages change it, and a branch must return it."""
-
-    def blank(stream: torch.Tensor) -> torch.Tensor:
-        return torch.zeros((stream.shape[0], *like.shape[1:]), dtype=like.dtype, device=like.device)
-
-    return blank
+def _stand_in(editor: Editor, stream: fx.Node, later: fx.Node) -> fx.Node:
+    """What a branch that skips returns as the stream: nobody reads it, but it has the later one's shape."""
+    if shape(stream) == shape(later) and value(stream).dtype == value(later).dtype:
+        return stream
+    val = value(later)
+    sizes = [editor.size(s) for s in val.shape]
+    return editor.call(torch.ops.aten.zeros.default, sizes, dtype=val.dtype, device=val.device)

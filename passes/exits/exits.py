@@ -71,6 +71,10 @@ class Exits(Pass):
         if self.kv is not None and self.form == "select":
             raise UsageError(f"exits{{kv={self.kv}}}: select computes every block", where="kv", hint="form=cond")
 
+    def order(self) -> int | None:
+        """Last where blocks move into branches: no other pass finds them there."""
+        return 90 if self.form == "cond" else self.rank
+
     def plan(self, program: Program) -> PassPlan:
         """One site an exit; the ones whose head does not fit are skipped with the reason."""
         plan = self.new_plan(sites=[])
