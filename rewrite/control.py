@@ -79,6 +79,17 @@ class Control:
         """What a body takes of the node's arguments."""
         raise NotImplementedError
 
+    def shared(self, operands: tuple, index: int) -> fx.Node | None:
+        """The operand whose memory a result may share, or None."""
+        from .mutation import Aliases
+
+        for part, body in enumerate(self.bodies):
+            results = body.output_node().args[0]
+            root = Aliases(body).root(results[index]) if index < len(results) else None
+            if root is not None and root.op == "placeholder":
+                return self.operands_of(operands, part)[list(body.nodes).index(root)]
+        return None
+
     def fill(self, operands: tuple) -> tuple[Control, tuple]:
         """The same with ``meta['val']`` on every node of its bodies, and the results; for operands that are fake."""
         results: list[tuple] = []
@@ -131,6 +142,9 @@ class While(Control):
 
     def operands_of(self, operands, index):
         return operands
+
+    def shared(self, operands, index):
+        return operands[index]  # without an iteration, what came in goes out
 
     def __str__(self) -> str:
         return f"{super().__str__()}({self.carried})"
@@ -288,6 +302,22 @@ def as_operators(graph: fx.Graph, root: torch.nn.Module) -> torch.nn.Module:
     return holder
 
 
+def _give_new_tensors(body: fx.Graph) -> None:
+    """Clone results that share memory with an operand or another result: torch's operators must not give those."""
+    from .mutation import Aliases
+
+    aliases, seen, output = Aliases(body), set(), body.output_node()
+    results = list(output.args[0])
+    for index, result in enumerate(results):
+        root = aliases.root(result)
+        if root.op == "placeholder" or root in seen:
+            with body.inserting_before(output):
+                results[index] = body.call_function(torch.ops.aten.clone.default, (result,))
+            results[index].meta = dict(result.meta)
+        seen.add(root)
+    output.args = (tuple(results),)
+
+
 def _written(graph: fx.Graph, nodes: list[fx.Node], prefix: str) -> torch.nn.Module:
     home = torch.nn.Module()
     for node in nodes:
@@ -295,6 +325,7 @@ def _written(graph: fx.Graph, nodes: list[fx.Node], prefix: str) -> torch.nn.Mod
         fetched = []
         for part, body in zip(target.parts, target.bodies, strict=True):
             body = copy_graph(body)
+            _give_new_tensors(body)
             inner = [n for n in body.nodes if isinstance(n.target, Control)]
             own = torch.nn.Module()
             if inner:

@@ -12,7 +12,7 @@ from torch import fx
 
 from .control import Cond, Control, While
 from .errors import PlanError
-from .mutation import Aliases, mutated
+from .mutation import mutated
 
 if TYPE_CHECKING:
     from .editor import Editor
@@ -95,17 +95,7 @@ def _body(region: Region, operands: Sequence[fx.Node]) -> fx.Graph:
                             hint="write that line of the model without the in-place op")  # fmt: skip
         copies[node] = graph.node_copy(node, copies.__getitem__)
         copies[node].meta = dict(node.meta)
-    results = [copies[r] for r in region.results]
-    graph.output(tuple(results))
-    aliases, seen = Aliases(graph), set()
-    output = graph.output_node()
-    for index, (result, node) in enumerate(zip(results, region.results, strict=True)):
-        root = aliases.root(result)
-        if root.op == "placeholder" or root in seen:  # torch.cond gives new tensors only
-            with graph.inserting_before(output):
-                results[index] = _call(graph, torch.ops.aten.clone.default, result, like=node)
-        seen.add(root)
-    output.args = (tuple(results),)
+    graph.output(tuple(copies[r] for r in region.results))
     return graph
 
 
