@@ -94,9 +94,12 @@ def language(rounds: int) -> None:
 
 
 class Digits(nn.Module):
-    """Four stages of three convolutions, each half as large as the one before: ``[B, 1, 8, 8] -> [B, 10]``."""
+    """Four stages of three convolutions, each half as large as the one before: ``[B, 1, 8, 8] -> [B, 10]``.
 
-    def __init__(self, widths: tuple[int, ...] = (1, 16, 32, 64, 128)):
+    ``early`` are the heads of exits, trained with the net: :meth:`losses`.
+    """
+
+    def __init__(self, widths: tuple[int, ...] = (1, 24, 64, 128, 192)):
         super().__init__()
         stages = []
         for number, (a, b) in enumerate(zip(widths, widths[1:], strict=False)):
@@ -106,12 +109,21 @@ class Digits(nn.Module):
                 layers += [nn.Conv2d(wide, b, 3, stride, padding=1, bias=False), nn.BatchNorm2d(b), nn.ReLU()]
             stages.append(nn.Sequential(*layers))
         self.stages, self.head = nn.ModuleList(stages), nn.Linear(widths[-1], 10)
+        self.early = nn.ModuleList([nn.Linear(width, 10) for width in widths[1:-1]])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = F.interpolate(x, scale_factor=2.0, mode="nearest")
+        return self.head(self.pooled(x)[-1])
+
+    def pooled(self, x: torch.Tensor) -> list[torch.Tensor]:
+        x, found = F.interpolate(x, scale_factor=2.0, mode="nearest"), []
         for stage in self.stages:
             x = stage(x)
-        return self.head(x.mean((2, 3)))
+            found.append(x.mean((2, 3)))
+        return found
+
+    def losses(self, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        heads = zip([*self.early, self.head], self.pooled(x), strict=True)
+        return sum(F.cross_entropy(head(features), labels) for head, features in heads)
 
 
 def trained(parameters, loss_of: Callable, x: torch.Tensor, y: torch.Tensor, epochs: int) -> None:
@@ -136,17 +148,14 @@ def images(rounds: int, epochs: int) -> None:
     fit, held, test = order[:1100], order[1100:1400], order[1400:]
     model = Digits()
     model.train()
-    trained(model.parameters(), lambda a, b: F.cross_entropy(model(a), b), x[fit], y[fit], epochs)
+    trained(model.parameters(), model.losses, x[fit], y[fit], epochs)
     model.eval()
     program = trace(model, (x[:4],))
-    places = (1, 2, 3)
-    select = program.rewrite(Exits(at=places), check=False)
-    heads = [p for n, p in select.named_parameters() if n in select.origin]
-    trained(heads, lambda a, b: sum(F.cross_entropy(select(a, taps=True)[1][f"exits.{k}.logits"], b) for k in places),
-            x[fit], y[fit], 3 * epochs)  # fmt: skip
-    cond = program.rewrite(Exits(at=places, form="cond"), check=False)
-    cond.load_state_dict(select.state_dict())
+    cond = program.rewrite(Exits(at=(1, 2, 3), form="cond"), check=False)
     with torch.no_grad():
+        for number, head in enumerate(model.early, 1):
+            cond.tensor(f"hcx.exits_0.{number}.weight").copy_(head.weight)
+            cond.tensor(f"hcx.exits_0.{number}.bias").copy_(head.bias)
         full = (program(x[held]).argmax(1) == y[held]).float().mean().item()
         for threshold in [k / 100 for k in range(50, 100)] + [0.995, 0.999, 2.0]:  # the lowest that costs nothing
             set_thresholds(cond, threshold)

@@ -17,7 +17,7 @@ from .errors import PlanError, UsageError
 from .graph_text import target_name
 from .normalize import rename
 from .program import Program
-from .signature import CACHE, InputSpec, tensor_indices
+from .signature import CACHE, Argument, InputSpec, tensor_indices
 from .values import fake_mode_of, stand_in
 
 if TYPE_CHECKING:
@@ -341,6 +341,26 @@ class Editor:
                     mapping[placeholders[index]] = last = node
                 siblings.append(renumber(slot, renumbered))
         return mapping
+
+    def input(self, name: str, number: int) -> fx.Node:
+        """A new input of the call: one whole number, int64 without dimensions.
+
+        Args:
+            name: of the argument; a number is appended where the model has one of that name.
+            number: what it is where a call leaves it out.
+        """
+        signature = self.program.signature
+        taken = {a.name for a in signature.arguments} | {i.name for i in signature.inputs} | set(signature.others)
+        name = next(n for n in (name, *(f"{name}_{k}" for k in range(1, 1 + len(taken)))) if n not in taken)
+        last = [n for n in self.graph.nodes if n.op == "placeholder"][-1]
+        with self.graph.inserting_before(last.next):
+            node = self.graph.placeholder(name)
+        rename(self.graph, node, name)
+        with self.fake_mode:
+            node.meta = {"val": torch.zeros((), dtype=torch.int64, device=last.meta["val"].device), "hcx_name": name}
+        signature.arguments.append(Argument(name, None, {"kind": "tensor", "index": len(signature.inputs)}, fill=True))
+        signature.inputs.append(InputSpec(name, torch.int64, (), f"={int(number)}"))
+        return node
 
     def _new_placeholder(self, last: fx.Node, like: fx.Node, name: str) -> fx.Node:
         with self.graph.inserting_before(last.next):
