@@ -99,7 +99,7 @@ class Digits(nn.Module):
     ``early`` are the heads of exits, trained with the net: :meth:`losses`.
     """
 
-    def __init__(self, widths: tuple[int, ...] = (1, 24, 64, 128, 192)):
+    def __init__(self, widths: tuple[int, ...] = (1, 24, 64, 160, 256)):
         super().__init__()
         stages = []
         for number, (a, b) in enumerate(zip(widths, widths[1:], strict=False)):

@@ -48,6 +48,7 @@ class InputSpec:
         dtype = getattr(torch, data["dtype"])
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"{data['dtype']!r} is not a dtype")
+        number_of(data["fill"])
         return InputSpec(data["name"], dtype, tuple(data["shape"]), data["fill"])
 
 
