@@ -10,6 +10,7 @@ import hcx.kernels  # noqa: F401  registers the ops that graphs may hold
 import torch
 from torch import fx
 
+from .control import as_operators, change_bodies, copy_graph, prune
 from .copies import copied
 from .normalize import fetch, set_tensor
 from .signature import CallSignature, InputSpec
@@ -124,7 +125,7 @@ class Program(torch.nn.Module):
         if not taps:
             output = graph.output_node()
             output.args = (tuple(output.args[0])[: len(self.output_names)],)
-            graph.eliminate_dead_code(is_impure_node=_impure)
+            prune(graph, _impure)
         return graph
 
     def flat_module(self, taps: bool = False) -> fx.GraphModule:
@@ -132,7 +133,8 @@ class Program(torch.nn.Module):
         from .values import fake_mode_of
 
         fake_mode_of(self)
-        graph, root = self._executable(taps), self._root
+        graph = self._executable(taps)
+        root = as_operators(graph, self._root)
         if any(hasattr(fx.GraphModule, n) for n in (*root._modules, *root._parameters, *root._buffers)):
             holder = torch.nn.Module()  # a model may call a layer `graph` or `code`
             holder.add_module("model", root)
@@ -315,6 +317,7 @@ class Program(torch.nn.Module):
 
 def _keep_autocast_off(graph: fx.Graph) -> None:
     """Run what the model computes with autocast off (rotary angles) that way under the caller's autocast."""
+    change_bodies(graph, _keep_autocast_off)
     for node in graph.nodes:
         tag = (node.meta.get("custom") or {}).get("hcx", {})
         if tag.get("autocast") == "off" and isinstance(node.target, torch._ops.OpOverload):
@@ -339,13 +342,3 @@ def is_mutation(node: fx.Node) -> bool:
     """Whether an op writes to one of its arguments."""
     schema = getattr(node.target, "_schema", None)
     return bool(schema is not None and schema.is_mutable)
-
-
-def copy_graph(graph: fx.Graph) -> fx.Graph:
-    """A graph with the same nodes, names and metadata (metadata dictionaries are copied, values are shared)."""
-    new = fx.Graph()
-    mapping: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        mapping[node] = new.node_copy(node, mapping.__getitem__)
-        mapping[node].meta = dict(node.meta)
-    return new

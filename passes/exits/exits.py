@@ -49,6 +49,10 @@ class Exits(Pass):
             softmax. All but the softmax ones, ``patience`` and ``jei`` need no head where nothing leaves.
         threshold: leave where the score reaches it; None never leaves, which keeps the function bitwise.
         candidates: how many rows of the head the score reads; None reads all. The answer of an exit has all rows.
+        form: ``select`` computes everything and selects; ``cond`` runs the blocks and the head after an exit only while
+            some position is still on the way, see :mod:`hcx.passes.exits.cond_form`.
+        kv: what the cache gets of blocks after a position's exit; None: what they compute anyway. ``propagate``: keys
+            and values from the stream at the exit, which ``cond`` needs where there is a cache.
         stack: label of the stack to read; default: the one the output is read from.
     """
 
@@ -60,7 +64,17 @@ class Exits(Pass):
     score: Literal["max_prob", "margin", "entropy", "cosine", "patience", "probe", "gate", "jei"] = "max_prob"
     threshold: float | None = None
     candidates: int | None = None
+    form: Literal["select", "cond"] = "select"
+    kv: Literal["propagate"] | None = None
     stack: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.kv is not None and self.form == "select":
+            raise UsageError(f"exits{{kv={self.kv}}}: select computes every block", where="kv", hint="form=cond")
+
+    def order(self) -> int | None:
+        """Last where blocks move into branches: no other pass finds them there."""
+        return 90 if self.form == "cond" else self.rank
 
     def plan(self, program: Program) -> PassPlan:
         """One site an exit; the ones whose head does not fit are skipped with the reason."""
@@ -114,6 +128,7 @@ class Exits(Pass):
             if self.candidates is not None:
                 detail["candidates"] = self.candidates
             plan.sites.append(Site(f"{stack.label}@{k}", "exit", detail))
+        self._check_form(program, stack, plan)
         width = value(stack.boundaries[-1].node).shape[-1]
         plan.estimate = {
             "heads": len(plan.sites),
@@ -142,6 +157,16 @@ class Exits(Pass):
             return None
         return restrictable(program, nodes, int(value(answer).shape[-1]), self.candidates)
 
+    def _check_form(self, program: Program, stack: Stack, plan: PassPlan) -> None:
+        from . import cond_form
+
+        if self.form == "cond" and plan.sites:
+            places = [s.detail["at"] for s in plan.sites]
+            refused = cond_form.refusal(program, stack, _answer(program, stack), places, self.kv)
+            if refused is not None:
+                plan.sites = []
+                plan.skips.append(refused)
+
     def _head(self, program: Program, stack: Stack, places: tuple[int, ...], plan: PassPlan) -> str:
         if self.head != "auto":
             return self.head
@@ -169,6 +194,13 @@ class Exits(Pass):
         for site in plan.sites:
             earlier = exits[-1] if exits else None
             exits.append(Inserted(editor, program, stack, logits, site.detail, earlier, len(plan.sites)))
+        if self.form == "cond":
+            from . import cond_form
+
+            readers = _readers(program, stack, logits, False)
+            cond_form.insert(program, stack, editor, exits, logits, readers, hold=self.kv == "propagate",
+                             tap=lambda depth: self._add_taps(editor, exits, depth))  # fmt: skip
+            return
         if _selects_answer(stack, logits, plan.sites[0].detail["head"]):
             answer = logits
             candidates = [e.logits for e in exits]
@@ -184,6 +216,9 @@ class Exits(Pass):
                     _depth_of(entry.at, stack.depth), entry.fire, *([depth] if depth is not None else [])
                 )
         editor.redirect(answer, chosen, only=readers.__contains__)
+        self._add_taps(editor, exits, depth)
+
+    def _add_taps(self, editor: Editor, exits: list, depth: fx.Node) -> None:
         prefix = self.name if editor.number == 0 else f"{self.name}_{editor.number}"
         for entry in exits:
             editor.tap(f"{prefix}.{entry.at}.logits", entry.logits)
