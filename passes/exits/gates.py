@@ -52,22 +52,28 @@ def _share(logits: torch.Tensor) -> torch.Tensor:
 
 
 def jei(
-    logits: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, left: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """JEI-DNN: probability of leaving here for those that have come so far, and the share that goes on.
+    logits: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, came: torch.Tensor, left: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """JEI-DNN: probability of leaving here for those that have come so far, in three values.
 
-    ``g = sigmoid(u . features + v)``, ``P = min(g, left)``, score ``P / left``, then ``left - P``. The published rule
-    leaves at a score of 0.5.
+    ``g = sigmoid(u . features + v)``, ``c = came - left``, ``P = min(g, c)``; returns the score ``P / c``, then ``c`` and
+    ``P`` for the next exit. The published rule leaves at a score of 0.5.
 
     Args:
         logits: ``[..., C]``; ``weight`` ``[1, 4]``, ``bias`` ``[1]``.
-        left: ``[...]``, 1 minus what earlier exits took.
+        came, left: ``[...]``, shares that came to the exit before and that left there.
     """
-    gate = torch.sigmoid(F.linear(features(logits), weight, bias)).squeeze(-1)
-    taken = torch.minimum(gate, left)
-    return (taken / left.clamp_min(SMALLEST)).clamp(0, 1), left - taken
+    return _jei(logits, weight, bias, came - left)
 
 
-def jei_first(logits: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def jei_first(
+    logits: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """:func:`jei` at the first exit."""
-    return jei(logits, weight, bias, torch.ones_like(logits[..., 0], dtype=torch.float32))
+    return _jei(logits, weight, bias, torch.ones_like(logits[..., 0], dtype=torch.float32))
+
+
+def _jei(logits: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, came: torch.Tensor):
+    gate = torch.sigmoid(F.linear(features(logits), weight, bias)).squeeze(-1)
+    leaving = torch.minimum(gate, came)
+    return (leaving / came.clamp_min(SMALLEST)).clamp(0, 1), came, leaving

@@ -33,7 +33,7 @@ class Inserted:
         logits: the exit's own answer.
         scored: the logits that the score reads: all rows of the head, or the candidates.
         score, fire: a figure and a decision for each position of the answer.
-        left: of ``jei``: the share that has not left here or before.
+        shares: of ``jei``: the share that comes here, and the share that leaves here.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Inserted:
             limit = editor.buffer(
                 f"{self.at}.threshold", torch.full((1,), threshold, dtype=torch.float32, device=value(stream).device)
             )
-            self.left: fx.Node | None = None
+            self.shares: list[fx.Node] = []
             self.score = self._scored(detail["score"], stream, before, value(answer).dim() - 1)
             self.fire = editor.inline(fires, self.score, limit)
 
@@ -99,9 +99,9 @@ class Inserted:
         if name == "jei":
             parameters = self._gate(4, math.log(1 / self.places))
             if earlier is None:
-                score, self.left = editor.inline(gates.jei_first, self.scored, *parameters)
+                score, *self.shares = editor.inline(gates.jei_first, self.scored, *parameters)
             else:
-                score, self.left = editor.inline(gates.jei, self.scored, *parameters, earlier.left)
+                score, *self.shares = editor.inline(gates.jei, self.scored, *parameters, *earlier.shares)
             return score
         if value(stream).dim() - 1 > dims:
             stream = editor.inline(pooled, stream)
