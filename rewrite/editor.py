@@ -110,6 +110,7 @@ class Editor:
                     pre_dispatch=True,
                     _allow_non_fake_inputs=True,
                 )(*values)
+            self._traced[key].graph.eliminate_dead_code()  # such as the indices of a topk whose values alone are used
         traced = self._traced[key]
         mapping = dict(zip((n for n in traced.graph.nodes if n.op == "placeholder"), nodes, strict=True))
         result: Any = None
