@@ -51,29 +51,18 @@ def _share(logits: torch.Tensor) -> torch.Tensor:
     return -(log_p.exp() * log_p).sum(-1) / math.log(logits.shape[-1])
 
 
-def jei(
-    logits: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, came: torch.Tensor, left: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """JEI-DNN: probability of leaving here for those that have come so far, in three values.
+def jei(logits: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, *earlier: torch.Tensor) -> torch.Tensor:
+    """JEI-DNN: probability of leaving here for those that have come so far, ``[..., C] -> [...]``.
 
-    ``g = sigmoid(u . features + v)``, ``c = came - left``, ``P = min(g, c)``; returns the score ``P / c``, then ``c`` and
-    ``P`` for the next exit. The published rule leaves at a score of 0.5.
+    ``g = sigmoid(u . features + v)``, ``came = prod (1 - earlier scores)``, ``P = min(g, came)``, score ``P / came``. The
+    published rule leaves at a score of 0.5.
 
     Args:
         logits: ``[..., C]``; ``weight`` ``[1, 4]``, ``bias`` ``[1]``.
-        came, left: ``[...]``, shares that came to the exit before and that left there.
+        earlier: scores of the exits before, ``[...]`` each.
     """
-    return _jei(logits, weight, bias, came - left)
-
-
-def jei_first(
-    logits: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """:func:`jei` at the first exit."""
-    return _jei(logits, weight, bias, torch.ones_like(logits[..., 0], dtype=torch.float32))
-
-
-def _jei(logits: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, came: torch.Tensor):
     gate = torch.sigmoid(F.linear(features(logits), weight, bias)).squeeze(-1)
-    leaving = torch.minimum(gate, came)
-    return (leaving / came.clamp_min(SMALLEST)).clamp(0, 1), came, leaving
+    came = torch.ones_like(gate)
+    for score in earlier:
+        came = came * (1 - score)
+    return (torch.minimum(gate, came) / came.clamp_min(SMALLEST)).clamp(0, 1)

@@ -33,7 +33,6 @@ class Inserted:
         logits: the exit's own answer.
         scored: the logits that the score reads: all rows of the head, or the candidates.
         score, fire: a figure and a decision for each position of the answer.
-        shares: of ``jei``: the share that comes here, and the share that leaves here.
     """
 
     def __init__(
@@ -59,7 +58,6 @@ class Inserted:
             limit = editor.buffer(
                 f"{self.at}.threshold", torch.full((1,), threshold, dtype=torch.float32, device=value(stream).device)
             )
-            self.shares: list[fx.Node] = []
             self.score = self._scored(detail["score"], stream, before, value(answer).dim() - 1)
             self.fire = editor.inline(fires, self.score, limit)
 
@@ -97,12 +95,11 @@ class Inserted:
                 return editor.inline(patience_start, self.scored)
             return editor.inline(patience, earlier.scored, self.scored, earlier.score)
         if name == "jei":
-            parameters = self._gate(4, math.log(1 / self.places))
-            if earlier is None:
-                score, *self.shares = editor.inline(gates.jei_first, self.scored, *parameters)
-            else:
-                score, *self.shares = editor.inline(gates.jei, self.scored, *parameters, *earlier.shares)
-            return score
+            before_here, entry = [], earlier
+            while entry is not None:
+                before_here.insert(0, entry.score)
+                entry = entry.earlier
+            return editor.inline(gates.jei, self.scored, *self._gate(4, math.log(1 / self.places)), *before_here)
         if value(stream).dim() - 1 > dims:
             stream = editor.inline(pooled, stream)
             before = editor.inline(pooled, before) if before is not None else None
