@@ -169,7 +169,10 @@ def images(rounds: int, epochs: int) -> None:
               f"images by depth 1 to 4: {torch.bincount(depths, minlength=5)[1:].tolist()}")  # fmt: skip
         operations = [sum(flops(lambda r=r, p=p: p(r)) for r in rows[:100]) for p in (program, cond)]
         skipped = 1 - operations[1] / operations[0]
-        runs = {n: (lambda p=p: [p(r) for r in rows[:100]]) for n, p in (("eager model", model), ("program", program), ("cond", cond))}
+        runs = {
+            n: (lambda p=p: [p(r) for r in rows[:100]])
+            for n, p in (("eager model", model), ("program", program), ("cond", cond))
+        }
         times = timed(runs, rounds)
     report("eager, 100 single images", times["program"], times["cond"], skipped)
     print(f"  against the module itself: {times['eager model'][0] / times['cond'][0]:.2f} x faster (wall), "
@@ -178,11 +181,16 @@ def images(rounds: int, epochs: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         sessions = {n: session(p, f"{folder}/{n}.onnx") for n, p in (("plain", program), ("cond", cond))}
         feeds = [{s.get_inputs()[0].name: r.numpy() for s in sessions.values()} for r in rows[:100]]
-        same = max(abs(sessions["cond"].run(None, f)[0] - cond(r).detach().numpy()).max() for f, r in zip(feeds, rows, strict=False))
+        same = max(
+            abs(sessions["cond"].run(None, f)[0] - cond(r).detach().numpy()).max()
+            for f, r in zip(feeds, rows, strict=False)
+        )
         times = timed({n: (lambda s=s: [s.run(None, f) for f in feeds]) for n, s in sessions.items()}, 4 * rounds)
     report("ONNX Runtime, 100 single images", times["plain"], times["cond"], skipped)
     runtime = 1 - times["cond"][1] / times["plain"][1]
-    print(f"  largest difference to eager {same:.2g}; share of the time saved in eager that is saved here: {runtime / eager:.2f}")
+    print(
+        f"  largest difference to eager {same:.2g}; share of the time saved in eager that is saved here: {runtime / eager:.2f}"
+    )
 
 
 def cond_rows(program, x: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from hcx.export import to_onnx, to_pt2
 from hcx.passes import Exits
 from hcx.rewrite import NoMatchError, PlanError, UsageError, load, trace
 from hcx.rewrite.generation import decode, greedy
+from hcx.rewrite.testing import conformance
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
@@ -438,3 +439,7 @@ def test_classifier_heads_learn_through_taps_in_this_form_too(stages):
     loss.backward()
     for name, parameter in program.new_parameters().items():
         assert bool(parameter.grad.any()), name
+
+
+def test_it_conforms():
+    assert conformance("exits{at=[1,2],form=cond}", subprocesses=False)

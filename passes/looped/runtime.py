@@ -31,7 +31,13 @@ def further(steps: torch.Tensor) -> torch.Tensor:
 
 
 def insert(
-    program: Program, editor: Editor, loop: Loop, mix: Callable | None, scalar: fx.Node, steps: int, readers: set[fx.Node]
+    program: Program,
+    editor: Editor,
+    loop: Loop,
+    mix: Callable | None,
+    scalar: fx.Node,
+    steps: int,
+    readers: set[fx.Node],
 ) -> None:
     """Repeat the window as often as the input says.
 
