@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from .program import Program
-from .signature import InputSpec, size_of
+from .signature import InputSpec, filled, size_of
 
 
 def check_inputs(program: Program, count: int = 2) -> list[list[torch.Tensor]]:
@@ -78,8 +78,7 @@ def _one(spec: InputSpec, example: torch.Tensor, sizes: dict[str, int], seed: in
     if spec.fill == "positions":
         return torch.arange(shape[-1], dtype=spec.dtype).expand(shape).contiguous()
     if spec.fill is not None:
-        make = torch.zeros if spec.fill == "empty" else torch.ones
-        return make(shape, dtype=spec.dtype, device=example.device)
+        return filled(spec, shape, example.device)
     if seed and example.dim() and isinstance(spec.shape[0], str) and example.shape[0]:
         example = example.roll(seed, 0)
     if (

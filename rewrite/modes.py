@@ -16,6 +16,7 @@ from torch import fx
 from torch._subclasses.schema_check_mode import SchemaCheckMode
 
 from .capture import Call, buffers_kept, invoke, reference_mode
+from .control import change_bodies, every_node
 from .dataflow import op_name
 from .errors import UsageError
 from .structure import flatten
@@ -159,6 +160,7 @@ def switch(graph: fx.Graph, train: bool) -> None:
     """
     if train:
         refuse_train(graph)
+    change_bodies(graph, lambda body: switch(body, train))
     for node in graph.nodes:
         for name, values in node.meta.get(MODES, {}).items():
             _set_argument(node, name, values[train])
@@ -168,7 +170,7 @@ def switch(graph: fx.Graph, train: bool) -> None:
 
 def refuse_train(graph: fx.Graph) -> None:
     """See :func:`switch`."""
-    for node in graph.nodes:
+    for node in every_node(graph):
         name = op_name(node)
         if name in _NORM and node.args[_NORM[name]] is not True:
             stack = list(node.meta.get("nn_module_stack", {}).values())

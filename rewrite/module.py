@@ -14,11 +14,12 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import checkpoint as run_again
 
+from .control import copy_graph
 from .errors import UsageError
 from .modes import refuse_train, switch
 from .normalize import fetch
 from .partition import Part, partition
-from .program import copy_graph, suit_autocast
+from .program import suit_autocast
 
 UNOWNED = "hcx_blocks"
 """Module that runs the blocks whose weights do not lie together; it holds none itself."""

@@ -33,6 +33,10 @@ class Pass:
         """Place in the default order: ``rank``, unless the pass has an option of that name."""
         return cls.rank
 
+    def order(self) -> int | None:
+        """Place of this pass with its options; larger than :meth:`place` where they hide what other passes look for."""
+        return self.place()
+
     def plan(self, program: Program) -> PassPlan:
         """What would be done. Pure: the Program is not changed."""
         raise NotImplementedError

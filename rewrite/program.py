@@ -11,6 +11,7 @@ import hcx.kernels  # noqa: F401  registers the ops that graphs may hold
 import torch
 from torch import fx
 
+from .control import as_operators, change_bodies, copy_graph, prune
 from .copies import copied
 from .normalize import fetch, set_tensor
 from .signature import CallSignature, InputSpec
@@ -125,7 +126,7 @@ class Program(torch.nn.Module):
         if not taps:
             output = graph.output_node()
             output.args = (tuple(output.args[0])[: len(self.output_names)],)
-            graph.eliminate_dead_code(is_impure_node=_impure)
+            prune(graph, _impure)
         return graph
 
     def flat_module(self, taps: bool = False) -> fx.GraphModule:
@@ -133,7 +134,8 @@ class Program(torch.nn.Module):
         from .values import fake_mode_of
 
         fake_mode_of(self)
-        graph, root = self._executable(taps), self._root
+        graph = self._executable(taps)
+        root = as_operators(graph, self._root)
         if any(hasattr(fx.GraphModule, n) for n in (*root._modules, *root._parameters, *root._buffers)):
             holder = torch.nn.Module()  # a model may call a layer `graph` or `code`
             holder.add_module("model", root)
@@ -320,6 +322,7 @@ def suit_autocast(graph: fx.Graph) -> None:
     What the model computes with autocast off (rotary angles) stays so. A mask filled with the least number of the dtype
     that was traced is filled with the least one of the dtype that autocast gives, as the model would.
     """
+    change_bodies(graph, suit_autocast)
     for node in graph.nodes:
         tag = (node.meta.get("custom") or {}).get("hcx", {})
         if tag.get("autocast") == "off" and isinstance(node.target, torch._ops.OpOverload):
@@ -353,13 +356,3 @@ def is_mutation(node: fx.Node) -> bool:
     """Whether an op writes to one of its arguments."""
     schema = getattr(node.target, "_schema", None)
     return bool(schema is not None and schema.is_mutable)
-
-
-def copy_graph(graph: fx.Graph) -> fx.Graph:
-    """A graph with the same nodes, names and metadata (metadata dictionaries are copied, values are shared)."""
-    new = fx.Graph()
-    mapping: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        mapping[node] = new.node_copy(node, mapping.__getitem__)
-        mapping[node].meta = dict(node.meta)
-    return new

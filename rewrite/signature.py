@@ -26,7 +26,8 @@ class InputSpec:
         dtype: dtype when traced.
         shape: one entry a dimension; equal names are equal sizes.
         fill: what an omitted input is filled with: ``ones`` (masks), ``positions`` (past, past+1, ...), ``empty``
-            (caches of length 0, and zeros for states of fixed size), or None when it must be given.
+            (caches of length 0, and zeros for states of fixed size), ``=3`` (that number), or None when it must be
+            given.
     """
 
     name: str
@@ -47,6 +48,7 @@ class InputSpec:
         dtype = getattr(torch, data["dtype"])
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"{data['dtype']!r} is not a dtype")
+        number_of(data["fill"])
         return InputSpec(data["name"], dtype, tuple(data["shape"]), data["fill"])
 
 
@@ -102,6 +104,8 @@ class CallSignature:
             indices = list(tensor_indices(argument.spec))
             if argument.name in given and not (argument.fill and given[argument.name] is None):
                 value = given[argument.name]
+                if isinstance(value, int) and [number_of(self.inputs[i].fill) for i in indices] not in ([], [None]):
+                    value = torch.tensor(value)
                 for index, tensor in zip(indices, extract(argument.spec, value, argument.name), strict=True):
                     flat[index] = tensor
             elif not argument.fill and indices:
@@ -325,5 +329,16 @@ def _filled(spec: InputSpec, sizes: dict[str, int], flat: list) -> torch.Tensor:
     if spec.fill == "positions":
         start = sizes.get("past", 0)
         return torch.arange(start, start + shape[-1], device=first.device, dtype=spec.dtype).expand(shape).contiguous()
-    make = torch.zeros if spec.fill == "empty" else torch.ones
-    return make(shape, dtype=spec.dtype, device=first.device)
+    return filled(spec, shape, first.device)
+
+
+def filled(spec: InputSpec, shape: list[int], device: torch.device) -> torch.Tensor:
+    """What stands for an input that is left out, positions apart."""
+    number = number_of(spec.fill)
+    value = number if number is not None else int(spec.fill == "ones")
+    return torch.full(shape, value, dtype=spec.dtype, device=device)
+
+
+def number_of(fill: str | None) -> int | None:
+    """The number behind a fill like ``=3``."""
+    return int(fill[1:]) if fill is not None and fill.startswith("=") else None

@@ -8,6 +8,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+from .control import Control
 from .normalize import fetch
 from .signature import size_of
 
@@ -41,7 +42,10 @@ def propagate(program) -> FakeTensorMode:
                 values[node] = stand_in(program, mode, node.target)
             elif node.op == "call_function":
                 args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-                values[node] = node.target(*args, **kwargs)
+                if isinstance(node.target, Control):
+                    node.target, values[node] = node.target.fill(args)
+                else:
+                    values[node] = node.target(*args, **kwargs)
             else:
                 continue
             node.meta["val"] = values[node]

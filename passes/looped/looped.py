@@ -16,6 +16,7 @@ from hcx.rewrite.plan import PassPlan, Reason, Site, Skip
 from hcx.rewrite.program import Program
 from hcx.rewrite.sites import Stack
 
+from . import runtime
 from .mixing import mix_input, mix_input_rms, update_output
 from .window import default_window, keeps_shape, loop_of, measured_jumps
 
@@ -31,6 +32,8 @@ class Looped(Pass):
         scalar: initial mixing scalar; 0 keeps the model's function bitwise.
         mix: ``input`` mixes what an iteration reads, ``input_rms`` does so at the norm of the window's input, ``output``
             mixes what it returns; see :mod:`hcx.passes.looped.mixing`.
+        runtime: take the number of passes as an input ``steps`` of the call, ``steps`` where it is left out; see
+            :mod:`hcx.passes.looped.runtime`.
         stack: label of the stack to loop, where a model has several; default: the one the output is read from.
     """
 
@@ -42,15 +45,23 @@ class Looped(Pass):
     steps: int = 2
     scalar: float = 0.0
     mix: Literal["input", "input_rms", "output"] = "input"
+    runtime: bool = False
     stack: str | None = None
 
     def __post_init__(self) -> None:
+        if self.runtime and self.steps < 2:
+            raise UsageError("looped{runtime=true,steps=1}: as it is called, it does not loop", where="steps",
+                             hint="give the usual number of steps; a call may pass steps=1")  # fmt: skip
         if self.steps < 1:
             raise UsageError(f"looped{{steps={self.steps}}}: at least one step is needed", where="steps")
         if (self.start is None) != (self.end is None):
             raise UsageError(
                 "looped needs both start and end, or neither", where="start, end", hint="e.g. looped{start=12,end=16}"
             )
+
+    def order(self) -> int | None:
+        """After passes that look for blocks: they do not find the ones of the loop's body."""
+        return 80 if self.runtime else self.rank
 
     def plan(self, program: Program) -> PassPlan:
         """One window, or the reason why there is none."""
@@ -108,7 +119,11 @@ class Looped(Pass):
                 )
             )
             return
-        leaks = loop_of(program.graph, entry, exit_, cache_nodes(program)).leaks
+        loop = loop_of(program.graph, entry, exit_, cache_nodes(program))
+        if self.runtime and loop.caches:
+            plan.skips.append(Skip(address, Reason.UNSUPPORTED, runtime.CACHE))
+            return
+        leaks = loop.leaks
         if leaks:
             plan.skips.append(
                 Skip(
@@ -133,6 +148,7 @@ class Looped(Pass):
             "steps": self.steps,
             "mix": self.mix,
             "scalar": self.scalar,
+            **({"runtime": True} if self.runtime else {}),
         }
         plan.sites.append(Site(address, "window", detail))
         plan.estimate = {
@@ -164,6 +180,9 @@ class Looped(Pass):
         channels_first = value(entry).dim() - streams >= 4
         rms = mix_input_rms(1 + streams if channels_first else -1)
         mix = {"input": mix_input, "input_rms": rms, "output": None}[detail["mix"]]
+        if detail.get("runtime"):
+            runtime.insert(program, editor, loop, mix, scalar, detail["steps"], readers)
+            return
         state, last = exit_, max([exit_, *loop.nodes])
         for step in range(2, detail["steps"] + 1):
             with editor.after(last, role="mix", iteration=step):
