@@ -53,6 +53,7 @@ class HyperConnections(Pass):
 
     name: ClassVar[str] = "hc"
     rank: ClassVar[int | None] = 10
+    aliases: ClassVar[dict[str, str]] = {"hc_mult": "mult", "hc_sinkhorn_iters": "sinkhorn_iters"}
 
     mixer: Literal["hc", "ihc", "mhc", "mhc_lite", "ohc", "shc", "jpmhc"] = "hc"
     mult: int = 4
