@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
@@ -81,7 +82,7 @@ class Editor:
         self._need_place()
         node = self.graph.call_function(op, args, kwargs)
         unpacked = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-        with self.fake_mode, torch.no_grad():
+        with self.fake_mode, torch.no_grad(), enable_python_dispatcher():  # addcmul and lerp need it on symbolic sizes
             node.meta["val"] = op(*unpacked[0], **unpacked[1])
         self._mark(node)
         self.counts["inserted"] += 1
@@ -101,7 +102,7 @@ class Editor:
         self._need_place()
         key = (function, *((n.meta["val"].dtype, tuple(map(str, n.meta["val"].shape))) for n in nodes))
         if key not in self._traced:
-            with self.fake_mode, torch.no_grad():
+            with self.fake_mode, torch.no_grad(), enable_python_dispatcher():
                 # copies of a node share one value, and tracing tells its inputs apart by their values
                 values = [n.meta["val"].detach() for n in nodes]
                 self._traced[key] = make_fx(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -112,7 +113,7 @@ class Program(torch.nn.Module):
         if (taps, ambient) not in self._compiled:
             graph = self._executable(taps)
             if ambient:
-                _keep_autocast_off(graph)
+                suit_autocast(graph)
             code = graph.python_code("self")
             scope = dict(code.globals)
             exec(compile(code.src, f"<hcx {self.signature.model}>", "exec"), scope)
@@ -315,13 +316,26 @@ class Program(torch.nn.Module):
         self.origin[name] = added_by
 
 
-def _keep_autocast_off(graph: fx.Graph) -> None:
-    """Run what the model computes with autocast off (rotary angles) that way under the caller's autocast."""
-    change_bodies(graph, _keep_autocast_off)
+def suit_autocast(graph: fx.Graph) -> None:
+    """Make a copy of a graph ready for the caller's autocast.
+
+    What the model computes with autocast off (rotary angles) stays so. A mask filled with the least number of the dtype
+    that was traced is filled with the least one of the dtype that autocast gives, as the model would.
+    """
+    change_bodies(graph, suit_autocast)
     for node in graph.nodes:
         tag = (node.meta.get("custom") or {}).get("hcx", {})
         if tag.get("autocast") == "off" and isinstance(node.target, torch._ops.OpOverload):
             node.target = _plainly(node.target)
+        elif node.target is torch.ops.aten.masked_fill.Scalar:
+            node.target = _fill
+
+
+def _fill(values: torch.Tensor, mask: torch.Tensor, value: float) -> torch.Tensor:
+    if values.is_floating_point() and not math.isinf(value):
+        limits = torch.finfo(values.dtype)
+        value = min(max(value, limits.min), limits.max)
+    return torch.ops.aten.masked_fill.Scalar(values, mask, value)
 
 
 def _plainly(op: Callable) -> Callable:

@@ -77,6 +77,7 @@ class CallSignature:
         others: arguments of ``forward`` that the trace did not use, with their defaults (as text).
         inputs: the flat inputs.
         outputs: structure of the model's output over the flat outputs.
+        limits: least and largest size of named dimensions beyond which the graph is not the model; None for an open end.
     """
 
     model: str
@@ -85,6 +86,7 @@ class CallSignature:
     inputs: list[InputSpec]
     outputs: Structure
     notes: list[str] = field(default_factory=list)
+    limits: dict[str, list[int | None]] = field(default_factory=dict)
 
     def bind(self, args: tuple, kwargs: dict) -> list[torch.Tensor]:
         """Flat inputs of a call.
@@ -238,6 +240,7 @@ class CallSignature:
                     sizes[unknown[0]] = max(0, tensor.shape[axis] - known)
         if "past" in self.dims:
             sizes.setdefault("past", 0)
+        self.refuse(sizes)
         for spec, tensor in zip(self.inputs, flat, strict=True):
             for axis, dim in enumerate(spec.shape if tensor is not None else ()):
                 if isinstance(dim, str) and "+" in dim and tensor.shape[axis] != size_of(dim, sizes):
@@ -246,6 +249,22 @@ class CallSignature:
                         where=spec.name,
                     )
         return sizes
+
+    def refuse(self, sizes: dict[str, int]) -> None:
+        """Refuse sizes for which the model decides otherwise than it did for the example.
+
+        Raises:
+            UsageError: named dimension beyond its limits.
+        """
+        for name, (least, largest) in self.limits.items():
+            size = sizes.get(name)
+            if size is not None and not (least or 0) <= size <= (largest or size):
+                span = f"{least or 1} to {largest}" if largest else f"{least} and more"
+                raise UsageError(
+                    f"`{name}` is {size}, and this graph is {self.model} for {span} only: the model decides by that size",
+                    where=name,
+                    hint=f"trace the model with an example where `{name}` is {size}",
+                )
 
     @property
     def dims(self) -> list[str]:
@@ -270,6 +289,7 @@ class CallSignature:
             "inputs": [i.to_json() for i in self.inputs],
             "outputs": self.outputs.to_json(),
             "notes": self.notes,
+            "limits": self.limits,
         }
 
     @staticmethod
@@ -281,6 +301,7 @@ class CallSignature:
             [InputSpec.from_json(i) for i in data["inputs"]],
             Structure.from_json(data["outputs"]),
             list(data["notes"]),
+            dict(data.get("limits", {})),
         )
 
 

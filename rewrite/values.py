@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
@@ -31,7 +32,7 @@ def propagate(program) -> FakeTensorMode:
     examples = program.signature.complete(program.examples[0])
     sizes = _symbols(program, mode, examples)
     inputs = iter(zip(program.inputs, examples, strict=True))
-    with mode, torch.no_grad():
+    with mode, torch.no_grad(), enable_python_dispatcher():  # without it addcmul and lerp fail on symbolic sizes
         for node in program.graph.nodes:
             if node.op == "placeholder":
                 spec, example = next(inputs)

@@ -295,3 +295,24 @@ def test_damaged_bodies_in_a_file_are_refused(net, message, tmp_path):
     tampered(tmp_path / "net.hcx", DAMAGE[message])
     with pytest.raises(ArtefactError, match=message):
         load(tmp_path / "net.hcx")
+
+
+class Own(nn.Module):
+    """A model that branches by itself: ``[B, 4] -> [B, 4]``."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 0, lambda v: self.a(v), lambda v: v * 2, (x,)) + 1
+
+
+def test_a_models_own_branches_are_traced(tmp_path):
+    model = Own().eval()
+    program = trace(model, (torch.ones(2, 4),))
+    program.save(tmp_path / "own.hcx")
+    for x in (torch.ones(3, 4), -torch.ones(3, 4)):
+        expected = (model.a(x) if x.sum() > 0 else x * 2) + 1
+        with torch.no_grad():
+            assert torch.equal(program(x), expected) and torch.equal(load(tmp_path / "own.hcx")(x), expected)

@@ -10,6 +10,7 @@ from hcx.export import to_onnx, to_pt2
 from hcx.passes import Exits
 from hcx.rewrite import NoMatchError, PlanError, UsageError, load, trace
 from hcx.rewrite.generation import decode, greedy
+from hcx.rewrite.testing import conformance
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
@@ -177,6 +178,25 @@ def test_a_batch_equals_its_rows_alone(llama, cached, max_diff):
             alone = cached(row[None])
         assert max_diff(alone.logits[0], output.logits[number]) <= 1e-5
         assert torch.equal(greedy(cached, row[None], 16)[0], together[number])
+
+
+def test_smollm2_leaves_row_by_row_and_never_is_bitwise(smollm2, max_diff):
+    places, rows = (10, 20, 25), smollm2.ids(8, 10)
+    program = smollm2.program.rewrite(Exits(at=places, form="cond", kv="propagate"), check=False)
+    with torch.no_grad():
+        expected, taps = program(rows, taps=True)
+        assert torch.equal(expected.logits, smollm2.model(rows).logits)
+        scores = torch.stack([taps[f"exits.{k}.score"][:, -1] for k in places])
+        set_thresholds(program, spread(scores))
+        output, taps = program(rows, taps=True)
+        assert len(taps["exits.depth"][:, -1].unique()) >= 3
+        for number, row in enumerate(rows):
+            alone, known = program(row[None], taps=True)
+            assert torch.equal(known["exits.depth"][0], taps["exits.depth"][number])
+            assert max_diff(alone.logits[0], output.logits[number]) <= 2e-3, number
+    together = greedy(program, rows[:3], 6)
+    for number in range(3):
+        assert torch.equal(greedy(program, rows[number : number + 1], 6)[0], together[number])
 
 
 def test_positions_that_left_hold_still_while_others_go_on(llama, cached):
@@ -419,3 +439,7 @@ def test_classifier_heads_learn_through_taps_in_this_form_too(stages):
     loss.backward()
     for name, parameter in program.new_parameters().items():
         assert bool(parameter.grad.any()), name
+
+
+def test_it_conforms():
+    assert conformance("exits{at=[1,2],form=cond}", subprocesses=False)

@@ -8,6 +8,7 @@ from hcx.export import to_onnx, to_pt2
 from hcx.passes import Exits, Looped
 from hcx.rewrite import NoMatchError, PlanError, UsageError, load, trace
 from hcx.rewrite.control import While
+from hcx.rewrite.testing import conformance
 from torch.nn import functional as F
 
 from tests.conftest import tiny_llama, token_ids
@@ -143,3 +144,7 @@ def test_exits_that_skip_find_the_blocks_around_the_loop(loops):
     both = loops["input", 0.3].rewrite(Exits(at=(1,), form="cond"), check=False)
     with torch.no_grad():
         assert torch.equal(both(ids, steps=2).logits, loops["input", 0.3](ids, steps=2).logits)
+
+
+def test_it_conforms():
+    assert conformance("looped{start=1,end=3,runtime=true}", subprocesses=False)
