@@ -4,6 +4,7 @@ from .calibrate import Calibration, calibrate, set_thresholds
 from .costs import Costs, exit_costs
 from .exits import Exits
 from .fit import Fit, fit
+from .split import split
 from .trials import Trials, measure, token_batches
 
 __all__ = [
@@ -17,5 +18,6 @@ __all__ = [
     "fit",
     "measure",
     "set_thresholds",
+    "split",
     "token_batches",
 ]

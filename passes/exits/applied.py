@@ -79,7 +79,7 @@ def applied(program: Program) -> Applied:
     number = len(entries) - 1
     fake_mode_of(program)
     graph = never_leaving(program)
-    plain = _without_taps(graph, len(program.output_names))
+    plain = without_taps(graph, len(program.output_names))
     caches = {n.name for n in cache_nodes(program)}
     stack = find_in_graph(plain, {n for n in plain.nodes if n.name in caches}).stack(details[0]["stack"])
     by_name = {n.name: n for n in graph.nodes}
@@ -113,7 +113,7 @@ def never_leaving(program: Program) -> fx.Graph:
     return graph
 
 
-def _without_taps(graph: fx.Graph, outputs: int) -> fx.Graph:
+def without_taps(graph: fx.Graph, outputs: int) -> fx.Graph:
     plain = copy_graph(graph)
     output = plain.output_node()
     output.args = (tuple(output.args[0])[:outputs],)
