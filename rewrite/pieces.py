@@ -65,7 +65,7 @@ def cut(program: Program, graph: fx.Graph, stages: Sequence[Mapping[str, str]]) 
         PlanError: values are changed in place, or one that crosses has a size that the inputs do not tell.
     """
     whole = Program._build(
-        _copied(graph), program._root, program.signature, examples=program.examples, copy_tensors=False
+        copy_graph(graph), program._root, program.signature, examples=program.examples, copy_tensors=False
     )
     whole.__dict__["stored"] = program.stored
     if writes := [n for n in whole.graph.nodes if mutated(n)]:
@@ -84,12 +84,6 @@ def cut(program: Program, graph: fx.Graph, stages: Sequence[Mapping[str, str]]) 
                 home.wanted[names[node]] = node
     examples = _examples(whole, found)
     return [_built(program, whole, stage, names, examples) for stage in found]
-
-
-def _copied(graph: fx.Graph) -> fx.Graph:
-    new = copy_graph(graph)
-    new.eliminate_dead_code()
-    return new
 
 
 def _bookkeeping(whole: Program) -> set[fx.Node]:

@@ -1,23 +1,32 @@
-"""Early exits: the pass, fitting and calibrating what it inserted, what each way through the model costs, losses."""
+"""Early exits: the pass, fitting and calibrating what it inserted, what each way through the model costs, losses, and running them
+in pieces."""
 
 from .calibrate import Calibration, calibrate, set_thresholds
 from .costs import Costs, exit_costs
 from .exits import Exits
 from .fit import Fit, fit
+from .runtime import Decoder, Generated, Step, sampler
+from .speculate import Speculated, speculate
 from .split import split
 from .trials import Trials, measure, token_batches
 
 __all__ = [
     "Calibration",
     "Costs",
+    "Decoder",
     "Exits",
     "Fit",
+    "Generated",
+    "Speculated",
+    "Step",
     "Trials",
     "calibrate",
     "exit_costs",
     "fit",
     "measure",
+    "sampler",
     "set_thresholds",
+    "speculate",
     "split",
     "token_batches",
 ]

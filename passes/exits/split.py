@@ -26,7 +26,7 @@ class Layout:
     Attributes:
         graph: in which nothing leaves.
         places: blocks before each cut, in order; ``depth``: blocks of the model.
-        streams: the boundary at each cut; ``end``: the last one.
+        streams: the boundary at each cut; ``end``: the last one; ``boundaries``: all of them.
         stored: for each segment the outputs that it gives: cache slots, and in the last one the rest.
         heads: place -> score and logits, of places that have an exit.
         answer: the model's own logits, and the output name that they have.
@@ -40,6 +40,7 @@ class Layout:
     end: str
     stored: list[dict[str, str]]
     answer: tuple[str, str]
+    boundaries: list[str]
     heads: dict[int, tuple[str, str]] = field(default_factory=dict)
     thresholds: dict[int, str] = field(default_factory=dict)
 
@@ -102,4 +103,4 @@ def layout_of(program: Program, at: int | Sequence[int] | None = None) -> Layout
         raise UsageError("no output can be read as logits", where=program.signature.model)
     name = next(n for o, n in zip(plain.output_node().args[0], program.output_names, strict=True) if o is answer)
     return Layout(graph, list(places), stack.depth, [n.name for n in nodes], stack.boundaries[-1].node.name, stored,
-                  (answer.name, name), {k: h for k, h in heads.items() if k in places}, thresholds)  # fmt: skip
+                  (answer.name, name), [b.node.name for b in stack.boundaries], {k: h for k, h in heads.items() if k in places}, thresholds)  # fmt: skip
