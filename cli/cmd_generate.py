@@ -15,6 +15,7 @@ from .result import Progress, Result, silent
 
 if TYPE_CHECKING:
     import torch
+    from hcx.rewrite import Program
     from hcx.rewrite.generation import Runner
     from hcx.rewrite.signature import CallSignature
 
@@ -29,6 +30,7 @@ class _Decoder:
     run: Runner
     names: list[str]
     companions: dict[str, bytes]
+    program: Program | None = None
 
 
 def generate(
@@ -37,6 +39,9 @@ def generate(
     prompt: str,
     tokens: int = 16,
     tokenizer: str | None = None,
+    kv: str | None = None,
+    speculate: int | None = None,
+    at: int | None = None,
     progress: Progress = silent,
     **source: Any,
 ) -> Result:
@@ -46,20 +51,34 @@ def generate(
         model: a MODEL argument, or an ``.onnx`` file of ``hcx export``.
         tokens: most tokens to add; generation ends at the model's end-of-text token.
         tokenizer: for ``.onnx``: a ``.hcx`` folder or a folder with tokenizer files; by default those beside the file.
+        kv: run a model with exits in pieces, so that blocks after an exit are skipped; ``recompute``, ``propagate`` or
+            ``mask`` says what later blocks get, see :mod:`hcx.passes.exits.runtime`.
+        speculate: so many tokens are drafted by an exit, and checked by the rest of the model in one batch.
+        at: blocks before the exit that drafts; default: the last exit.
         source: options of :func:`hcx.cli.opening.open_program`.
 
     Raises:
         SourceError: there is no tokenizer.
-        UsageError: the model does not take token ids.
+        UsageError: the model does not take token ids, or has no exits where pieces are asked for.
     """
+    _check(kv, speculate, at)
     is_onnx = model.endswith(".onnx") or (Path(model) / "model.onnx").is_file()
+    if is_onnx and (kv or speculate):
+        raise UsageError("an .onnx file is one piece", where="--kv" if kv else "--speculate",
+                         hint="give the .hcx, or export the pieces of hcx.passes.exits.split")  # fmt: skip
     decoder = _onnx(model, tokenizer, source, progress) if is_onnx else _program(model, tokenizer, source, progress)
     words = _tokenizer(decoder)
     ids = _encoded(words, prompt)
     progress(f"generating {tokens} tokens")
     start = time.perf_counter()
-    all_ids, depths = _decode(decoder, ids, tokens, getattr(words, "eos_token_id", None))
-    seconds = time.perf_counter() - start
+    stop = getattr(words, "eos_token_id", None)
+    told: dict[str, Any] = {}
+    if kv or speculate:
+        all_ids, told = _in_pieces(decoder, ids, tokens, stop, kv, speculate, at)
+        depths = told.get("depths", [])
+    else:
+        all_ids, depths = _decode(decoder, ids, tokens, stop)
+    seconds = told.pop("seconds", time.perf_counter() - start)
     text = words.decode(all_ids, skip_special_tokens=True)
     new = all_ids[len(ids) :]
     data: dict[str, Any] = {
@@ -73,6 +92,8 @@ def generate(
     if depths:
         data |= {"depths": depths, "mean_depth": sum(depths) / len(depths)}
         text += f"\n\nmean depth {data['mean_depth']:.2f} blocks over {len(depths)} tokens"
+    data |= told
+    text += _told(told)
     return Result(data, text)
 
 
@@ -84,7 +105,9 @@ def _program(model: str, tokenizer: str | None, source: dict[str, Any], progress
     program = open_program(model, progress=progress, **source).program
     has_depth = DEPTH_TAP in program.taps
     names = [*program.output_names, *(program.taps if has_depth else [])]
-    return _Decoder(program.signature, lambda flat: program.run_flat(flat, taps=has_depth), names, program.companions)
+    return _Decoder(
+        program.signature, lambda flat: program.run_flat(flat, taps=has_depth), names, program.companions, program
+    )
 
 
 def _onnx(model: str, tokenizer: str | None, source: dict[str, Any], progress: Progress) -> _Decoder:
@@ -160,3 +183,68 @@ def _decode(decoder: _Decoder, ids: list[int], tokens: int, stop: int | None) ->
 
     found, _ = decode(decoder.signature, run, decoder.names, torch.tensor([ids]), tokens, stop=stop)
     return found[0].tolist(), depths
+
+
+def _check(kv: str | None, speculate: int | None, at: int | None) -> None:
+    """Options that do not go together."""
+    if kv is not None and kv not in ("recompute", "propagate", "mask"):
+        raise UsageError(f"there is no policy `{kv}`", where="--kv", hint="recompute, propagate or mask")
+    if speculate and kv not in (None, "recompute"):
+        raise UsageError(f"--speculate checks every draft, so it does not go with --kv {kv}", where="--kv",
+                         hint="leave out one of them")  # fmt: skip
+    if at is not None and not speculate:
+        raise UsageError("--exit says which exit drafts", where="--exit", hint="--speculate 4")
+
+
+def _in_pieces(
+    decoder: _Decoder,
+    ids: list[int],
+    tokens: int,
+    stop: int | None,
+    kv: str | None,
+    speculate: int | None,
+    at: int | None,
+) -> tuple[list[int], dict[str, Any]]:
+    """All ids, and what the run took; operations are counted in a second run, so that the seconds are those of the first."""
+    import torch
+    from hcx.passes.exits import Decoder
+    from hcx.passes.exits import speculate as speculated
+
+    pieces = Decoder(decoder.program, kv or "recompute")
+    prompt = torch.tensor([ids])
+
+    def run() -> Any:
+        if speculate:
+            return speculated(pieces, prompt, tokens, draft=speculate, at=at, stop=stop)
+        return pieces.generate(prompt, tokens, stop=stop)
+
+    start = time.perf_counter()
+    run()
+    told: dict[str, Any] = {"seconds": time.perf_counter() - start, "kv": pieces.kv}
+    pieces.pieces.count = True
+    made = run()
+    told["net_flops"] = made.net
+    if speculate:
+        told |= {
+            "drafted": made.drafted,
+            "accepted": made.accepted,
+            "acceptance": made.acceptance,
+            "rounds": made.rounds,
+        }
+    else:
+        told["depths"] = made.depths[0].tolist()
+        told["exits"] = {str(k): told["depths"].count(k) for k in (*pieces.places, pieces.depth)}
+    return made.tokens[0].tolist(), told
+
+
+def _told(told: dict[str, Any]) -> str:
+    """The lines under the text."""
+    if not told:
+        return ""
+    if "exits" in told:
+        ways = ", ".join(f"{count} after {k} blocks" for k, count in told["exits"].items())
+        text = f"\ntokens that left: {ways}"
+    else:
+        text = (f"\n\n{told['accepted']} of {told['drafted']} drafts accepted ({told['acceptance']:.0%}), "
+                f"checked in {told['rounds']} rounds")  # fmt: skip
+    return f"{text}\noperations, heads included: {told['net_flops']:.3f} of those without exits (kv={told['kv']})"

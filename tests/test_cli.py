@@ -255,6 +255,42 @@ def test_depths_are_those_of_a_full_forward(folder, artefact, tmp_path):
     assert set(data["depths"]) == {4, 6} and 4 < data["mean_depth"] < 6
 
 
+def test_generate_in_pieces_skips_and_drafts(folder, artefact, call, tmp_path):
+    """In pieces with exact caches: ids and depths of the whole; drafts: the model's own text; what it took is told."""
+    program = program_of(str(folder))
+    ids = generate(str(artefact), prompt=PROMPT, tokens=1).data["prompt_ids"]
+    _, taps = program.rewrite("exits{at=[4]}", check=False)(input_ids=torch.tensor([ids]), taps=True)
+    threshold = taps["exits.4.score"][0, [0, -1]].mean().item()
+    place = tmp_path / "leaving.hcx"
+    program.rewrite(f"exits{{at=[2,4],threshold={threshold}}}", check=False).save(place)
+    whole = generate(str(place), prompt=PROMPT, tokens=12).data
+    code, out, _ = call("generate", place, "--prompt", PROMPT, "-n", 12, "--kv", "recompute", "--json")
+    data = json.loads(out)
+    assert code == 0 and data["ids"] == whole["ids"] and data["depths"] == whole["depths"]
+    assert data["exits"] == {k: whole["depths"].count(int(k)) for k in ("2", "4", "6")} and data["exits"]["6"] < 12
+    assert data["mean_depth"] == whole["mean_depth"] and 0.5 < data["net_flops"] < 1.3
+    code, out, _ = call("generate", place, "--prompt", PROMPT, "-n", 12, "--kv", "mask")
+    assert code == 0 and "tokens that left" in out and "kv=mask" in out
+
+    code, out, _ = call("generate", place, "--prompt", PROMPT, "-n", 12, "--speculate", 3, "--exit", 4, "--json")
+    data = json.loads(out)
+    assert code == 0 and data["ids"] == eager_words(folder, 12)
+    assert data["acceptance"] == data["accepted"] / data["drafted"] and data["rounds"] >= data["drafted"] / 3
+    code, out, _ = call("generate", place, "--prompt", PROMPT, "-n", 4, "--speculate", 2)
+    assert code == 0 and "drafts accepted" in out
+    code, out, _ = call("generate", artefact, "--prompt", PROMPT, "-n", 6, "--kv", "propagate", "--json")
+    assert code == 0 and json.loads(out)["ids"] == eager_words(folder, 6), "a loop is in one piece with its window"
+
+    for wrong, word in (
+        ([place, "--kv", "copy"], "policy"),
+        ([place, "--kv", "mask", "--speculate", 3], "does not go with"),
+        ([place, "--exit", 4], "--speculate 4"),
+        ([folder, "--kv", "mask"], "not said where"),
+    ):
+        code, _, err = call("generate", wrong[0], "--prompt", PROMPT, *wrong[1:])
+        assert code == 2 and word in err
+
+
 def test_export_and_generate_from_onnx(folder, artefact, call, tmp_path):
     pytest.importorskip("onnxruntime")
     code, out, _ = call("export", artefact, "--to", "onnx", "-o", tmp_path / "with_tokenizer", "--json")

@@ -2,6 +2,7 @@
 in pieces."""
 
 from .calibrate import Calibration, calibrate, set_thresholds
+from .compact import Compact
 from .costs import Costs, exit_costs
 from .exits import Exits
 from .fit import Fit, fit
@@ -12,6 +13,7 @@ from .trials import Trials, measure, token_batches
 
 __all__ = [
     "Calibration",
+    "Compact",
     "Costs",
     "Decoder",
     "Exits",

@@ -69,6 +69,7 @@ class Segments:
         program: takes tokens and a cache; with exits in select form. Its tensors are shared.
         count: count floating-point operations while running.
         fill: also make the pieces that compute keys and values from the stream at the start of a segment.
+        decodes: the pieces are run token by token; else any model will do, see :mod:`hcx.passes.exits.compact`.
 
     Attributes:
         places: blocks before each exit; ``depth``: blocks of the model.
@@ -78,8 +79,8 @@ class Segments:
         UsageError: no tokens, cache or exits; a value that crosses does not belong to single tokens.
     """
 
-    def __init__(self, program: Program, *, count: bool = False, fill: bool = False):
-        if program.signature.tokens is None or not program.signature.has_cache:
+    def __init__(self, program: Program, *, count: bool = False, fill: bool = False, decodes: bool = True):
+        if decodes and not (program.signature.tokens and program.signature.has_cache):
             raise UsageError("decoding in pieces needs a model that takes `input_ids` and a cache",
                              where=program.signature.model, hint="trace it with use_cache=True")  # fmt: skip
         self.program, self.count, self.flops = program, count, 0
@@ -91,7 +92,7 @@ class Segments:
         self._thresholds = [layout.thresholds[k] for k in self.places]
         self.streams = [*(f"stream.{k}" for k in self.places), END]
         self._cut(program, layout, fill)
-        for piece in self.segments:
+        for piece in self.segments if decodes else ():
             for spec in piece.program.inputs:
                 if spec.name in piece.takes and spec.shape[:2] != ("batch", "sequence"):
                     raise UsageError(f"`{spec.name}` of shape {list(spec.shape)} does not belong to single tokens",
@@ -119,7 +120,9 @@ class Segments:
             if told:
                 stages["head", number] = told
         programs = cut(program, layout.graph, list(stages.values()))
-        given = {self.tokens} | {name for p in programs for name in p.output_names if not name.startswith("present.")}
+        given = {self.tokens or ""} | {
+            name for p in programs for name in p.output_names if not name.startswith("present.")
+        }
         pieces = {home: Piece(p, given) for home, p in zip(stages, programs, strict=True)}
         self.segments, self.scores, self.heads, self.fills = (
             [pieces.get((kind, i)) for i in range(len(layout.stored))] for kind in ("segment", "score", "head", "fill")
