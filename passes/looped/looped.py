@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 import torch
 from hcx.rewrite.contracts import Contract, Exact, Structural
-from hcx.rewrite.dataflow import value
+from hcx.rewrite.dataflow import shape, value
 from hcx.rewrite.editor import Editor
 from hcx.rewrite.errors import UsageError
 from hcx.rewrite.finder import cache_nodes, find
@@ -15,9 +15,10 @@ from hcx.rewrite.passbase import Pass
 from hcx.rewrite.plan import PassPlan, Reason, Site, Skip
 from hcx.rewrite.program import Program
 from hcx.rewrite.sites import Stack
+from torch import fx
 
-from .mixing import mix_input, mix_input_rms, update_output
-from .window import default_window, keeps_shape, loop_of, measured_jumps
+from .forms import NAMES, Form, form, is_neutral
+from .window import after_norm, default_window, loop_of, measured_jumps
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,10 @@ class Looped(Pass):
             from the block in which the attention sink appears.
         steps: number of passes T over the window.
         scalar: initial mixing scalar; 0 keeps the model's function bitwise.
-        mix: ``input`` mixes what an iteration reads, ``input_rms`` does so at the norm of the window's input, ``output``
-            mixes what it returns; see :mod:`hcx.passes.looped.mixing`.
+        mix: ``input`` mixes what an iteration reads, ``input_rms`` does so at the norm of the window's input,
+            ``input_linear`` with a matrix; ``output`` mixes what it returns, ``output_vector`` with a gate a channel;
+            ``damped`` takes T sub-steps of 1/T and mixes their end with the first pass; ``full`` feeds the whole stack
+            and its final norm back (Ouro; changes the function unless steps=1). See :mod:`hcx.passes.looped.mixing`.
         stack: label of the stack to loop, where a model has several; default: the one the output is read from.
     """
 
@@ -41,7 +44,7 @@ class Looped(Pass):
     end: int | None = None
     steps: int = 2
     scalar: float = 0.0
-    mix: Literal["input", "input_rms", "output"] = "input"
+    mix: Literal["input", "input_rms", "input_linear", "output", "output_vector", "damped", "full"] = "input"
     stack: str | None = None
 
     def __post_init__(self) -> None:
@@ -50,6 +53,12 @@ class Looped(Pass):
         if (self.start is None) != (self.end is None):
             raise UsageError(
                 "looped needs both start and end, or neither", where="start, end", hint="e.g. looped{start=12,end=16}"
+            )
+        if self.mix == "full" and self.scalar:
+            raise UsageError(
+                "looped{mix=full} has no scalar: it feeds the whole state back",
+                where="scalar",
+                hint="leave scalar out, or choose another mix",
             )
 
     def plan(self, program: Program) -> PassPlan:
@@ -72,7 +81,8 @@ class Looped(Pass):
             plan.skips.append(Skip(stack.label if stack else "model", Reason.NO_STREAM, reason))
             return plan
         jumps = measured_jumps(program, stack)
-        window = (self.start, self.end) if self.start is not None else default_window(stack, jumps)
+        given = (self.start, self.end) if self.start is not None else (0, stack.depth) if self.mix == "full" else None
+        window = given or default_window(stack, jumps)
         shared = self.start is None and _shared_blocks(stack)
         if window is None or shared:
             plan.skips.append(
@@ -98,8 +108,14 @@ class Looped(Pass):
                 where="start, end",
                 hint=f"0 <= start < end <= {stack.depth}",
             )
-        entry, exit_ = self._cut(stack, start, end)
-        if not keeps_shape(stack, start, end):
+        if self.mix == "full" and (start, end) != (0, stack.depth):
+            raise UsageError(
+                f"looped{{mix=full}} loops all {stack.depth} blocks of {stack.label}",
+                where="start, end",
+                hint="leave start and end out, or choose another mix",
+            )
+        entry, exit_ = self._cut(program, stack, start, end)
+        if shape(entry) != shape(exit_) or value(entry).dtype != value(exit_).dtype:
             plan.skips.append(
                 Skip(
                     address,
@@ -135,14 +151,17 @@ class Looped(Pass):
             "scalar": self.scalar,
         }
         plan.sites.append(Site(address, "window", detail))
+        width = int(value(entry).shape[_axis(stack, entry)])
+        made = form(self.mix, scalar=self.scalar, width=width, steps=self.steps).parameters
         plan.estimate = {
             "extra block applications": (self.steps - 1) * (end - start),
-            "new parameters": int(self.steps > 1),
+            "new parameters": sum(t.numel() for t in made.values()) if self.steps > 1 else 0,
         }
 
-    @staticmethod
-    def _cut(stack: Stack, start: int, end: int):
-        return stack.boundary(start).node, stack.boundary(end).node
+    def _cut(self, program: Program, stack: Stack, start: int, end: int) -> tuple[fx.Node, fx.Node]:
+        """The stream before and after the window; of the whole stack, behind the model's final norm."""
+        entry, exit_ = stack.boundary(start).node, stack.boundary(end).node
+        return entry, after_norm(program, exit_) if self.mix == "full" else exit_
 
     def apply(self, program: Program, plan: PassPlan, editor: Editor) -> None:
         """Copy the window once for each further step; weights stay shared, caches get slots of their own."""
@@ -152,44 +171,83 @@ class Looped(Pass):
 
     def _apply_window(self, program: Program, editor: Editor, number: int, detail: dict) -> None:
         stack = find(program).stack(detail["stack"])
-        entry, exit_ = self._cut(stack, detail["start"], detail["end"])
+        entry, exit_ = self._cut(program, stack, detail["start"], detail["end"])
         loop = loop_of(program.graph, entry, exit_, cache_nodes(program))
         readers = set(exit_.users)
         output_nodes = set(program.graph.output_node().args[0])
+        ways = _form(stack, entry, detail)
+        like = {"dtype": value(entry).dtype, "device": value(entry).device}
         label = f"{number}." if number else ""
-        scalar = editor.parameter(
-            f"{label}scalar", torch.full((1,), detail["scalar"], dtype=value(entry).dtype, device=value(entry).device)
-        )
-        streams = int(stack.boundaries[0].carrier.kind == "streams")
-        channels_first = value(entry).dim() - streams >= 4
-        rms = mix_input_rms(1 + streams if channels_first else -1)
-        mix = {"input": mix_input, "input_rms": rms, "output": None}[detail["mix"]]
+        tensors = [editor.parameter(f"{label}{n}", t.to(**like)) for n, t in ways.parameters.items()]
         state, last = exit_, max([exit_, *loop.nodes])
         for step in range(2, detail["steps"] + 1):
             with editor.after(last, role="mix", iteration=step):
-                read = editor.inline(mix, entry, state, scalar) if mix else state
+                if step == 2 and ways.start:
+                    state = editor.inline(ways.start, entry, exit_, *tensors)
+                read = editor.inline(ways.mix, entry, state, *tensors) if ways.mix else state
                 mapping = {entry: read, **editor.add_cache_slots(loop.caches)}
                 editor.clone(loop.nodes, mapping, iteration=step)
                 result = mapping[exit_]
-                state = result if mix else editor.inline(update_output, state, result, scalar)
+                state = editor.inline(ways.update, state, result, *tensors) if ways.update else result
+                if step == detail["steps"] and ways.end:
+                    state = editor.inline(ways.end, exit_, state, *tensors)
                 last = max([state, *(mapping[n] for n in loop.nodes)])
             editor.add_cache_outputs({n: mapping[n] for n in loop.nodes if n in output_nodes})
         editor.redirect(exit_, state, only=readers.__contains__)
 
     def fold(self, program: Program, sites: list[Site], prefix: str, weights: dict[str, torch.Tensor]) -> str | None:
-        """Nothing to do for a loop that changes nothing: its scalar is still 0, or it has one step."""
+        """Nothing to do for a loop that changes nothing: its mix is still neutral, or it has one step."""
         for number, site in enumerate(sites):
-            scalar = (
-                program.tensor(f"{prefix}.{f'{number}.' if number else ''}scalar") if site.detail["steps"] > 1 else 0
-            )
-            if float(scalar) != 0:
-                return f"its loop over {site.address} mixes with a scalar of {float(scalar):.3g}"
+            if not is_neutral(site.detail["mix"], site.detail["steps"], tensors_of(program, prefix, number)):
+                return f"its loop over {site.address} mixes with {_described(program, prefix, number)}"
         return None
+
+    def inert(self, name: str) -> str | None:
+        """The channel gate of ``output_vector`` learns once its scalar has moved."""
+        gate = self.mix == "output_vector" and not name.endswith("scalar")
+        return "its gradient is zero until the scalar has moved" if gate else None
+
+    def changes(self, plan: PassPlan) -> bool:
+        """A loop of one step is meant to do nothing."""
+        return any(s.detail["steps"] > 1 for s in plan.sites or ())
+
+    def misfit(self, program: Program, detail: dict) -> str | None:
+        """An edited number of steps or mix that there is none of."""
+        if detail["steps"] < 1:
+            return f"`steps` is {detail['steps']}, must be 1 or more"
+        return None if detail["mix"] in NAMES else f"`mix` is {detail['mix']!r}, must be one of {', '.join(NAMES)}"
 
     def preserves(self, program: Program, plan: PassPlan) -> Contract:
         """Exact with the scalar at 0 or a single step."""
-        neutral = all(s.detail["scalar"] == 0 or s.detail["steps"] == 1 for s in plan.sites or ())
+        details = [s.detail for s in plan.sites or ()]
+        neutral = all((d["scalar"] == 0 and d["mix"] != "full") or d["steps"] == 1 for d in details)
         return Exact() if neutral else Structural()
+
+
+def tensors_of(program: Program, prefix: str, number: int) -> dict[str, torch.Tensor]:
+    """Parameters of one window of a loop by their short names: ``scalar``, or those of its form."""
+    start = f"{prefix}.{number}." if number else f"{prefix}."
+    found = {n.removeprefix(start): p for n, p in program.named_parameters() if n.startswith(start)}
+    return {n: p.detach() for n, p in found.items() if not n[0].isdigit()}
+
+
+def _described(program: Program, prefix: str, number: int) -> str:
+    tensors = tensors_of(program, prefix, number)
+    if "scalar" in tensors:
+        return f"a scalar of {float(tensors['scalar']):.3g}"
+    return "a matrix" if tensors else "the whole state"
+
+
+def _form(stack: Stack, entry: fx.Node, detail: dict) -> Form:
+    axis = _axis(stack, entry)
+    width = int(value(entry).shape[axis])
+    return form(detail["mix"], scalar=detail["scalar"], width=width, steps=detail["steps"], axis=axis)
+
+
+def _axis(stack: Stack, entry: fx.Node) -> int:
+    """Dimension of the features: the last one, or the channels of images, behind the streams where there are several."""
+    streams = int(stack.boundaries[0].carrier.kind == "streams")
+    return 1 + streams if value(entry).dim() - streams >= 4 else -1
 
 
 def _shared_blocks(stack: Stack) -> bool:

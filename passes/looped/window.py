@@ -7,6 +7,7 @@ from math import ceil
 
 from hcx.rewrite.dataflow import Dataflow, private, shape, value
 from hcx.rewrite.observe import sink_jumps, stream_rms
+from hcx.rewrite.program import Program
 from hcx.rewrite.sites import Stack
 from torch import fx
 
@@ -41,6 +42,20 @@ def keeps_shape(stack: Stack, start: int, end: int) -> bool:
     """Whether the stream has the same shape and dtype before and after a window."""
     before, after = stack.boundary(start).node, stack.boundary(end).node
     return shape(before) == shape(after) and value(before).dtype == value(after).dtype
+
+
+def after_norm(program: Program, end: fx.Node) -> fx.Node:
+    """The end of a stack behind the model's final norm: the last value on every way to an output that still has the
+    stream's shape, before a weight is contracted with it."""
+    flow = Dataflow(program.graph)
+    answer = next((o for o in program.graph.output_node().args[0] if o is not end and flow.reaches(end, o)), end)
+    found = end
+    for node in flow.cut_vertices(end, answer)[1:]:
+        if flow.carries_weight(node):
+            break
+        if shape(node) == shape(end) and value(node).dtype == value(end).dtype:
+            found = node
+    return found
 
 
 def measured_jumps(program, stack: Stack) -> list[int]:
