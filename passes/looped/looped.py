@@ -17,8 +17,10 @@ from hcx.rewrite.program import Program
 from hcx.rewrite.sites import Stack
 from torch import fx
 
+from . import sweep
 from .forms import NAMES, Form, form, is_neutral
-from .window import after_norm, default_window, loop_of, measured_jumps
+from .uses import outside_notes, shared_uses
+from .window import Jump, after_norm, default_window, loop_of, measured_jumps, sink_notes
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,8 @@ class Looped(Pass):
 
     Args:
         start, end: half-open range of original block numbers; default: a window of equal blocks near the middle, away
-            from the block in which the attention sink appears.
+            from the block in which the attention sink appears. ``start=auto``: the window that loses least on the
+            example, or on the text that ``hcx plan --text`` is given.
         steps: number of passes T over the window.
         scalar: initial mixing scalar; 0 keeps the model's function bitwise.
         mix: ``input`` mixes what an iteration reads, ``input_rms`` does so at the norm of the window's input,
@@ -40,7 +43,7 @@ class Looped(Pass):
     name: ClassVar[str] = "looped"
     rank: ClassVar[int | None] = 20
 
-    start: int | None = None
+    start: int | Literal["auto"] | None = None
     end: int | None = None
     steps: int = 2
     scalar: float = 0.0
@@ -50,15 +53,15 @@ class Looped(Pass):
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise UsageError(f"looped{{steps={self.steps}}}: at least one step is needed", where="steps")
-        if (self.start is None) != (self.end is None):
+        if isinstance(self.start, int) != (self.end is not None):
             raise UsageError(
                 "looped needs both start and end, or neither", where="start, end", hint="e.g. looped{start=12,end=16}"
             )
-        if self.mix == "full" and self.scalar:
+        if self.mix == "full" and (self.scalar or self.start == "auto"):
             raise UsageError(
-                "looped{mix=full} has no scalar: it feeds the whole state back",
-                where="scalar",
-                hint="leave scalar out, or choose another mix",
+                "looped{mix=full} has no scalar and one window: it feeds the whole stack back",
+                where="scalar" if self.scalar else "start",
+                hint="leave it out, or choose another mix",
             )
 
     def plan(self, program: Program) -> PassPlan:
@@ -81,25 +84,37 @@ class Looped(Pass):
             plan.skips.append(Skip(stack.label if stack else "model", Reason.NO_STREAM, reason))
             return plan
         jumps = measured_jumps(program, stack)
-        given = (self.start, self.end) if self.start is not None else (0, stack.depth) if self.mix == "full" else None
-        window = given or default_window(stack, jumps)
-        shared = self.start is None and _shared_blocks(stack)
-        if window is None or shared:
+        uses = shared_uses(program.graph, stack)
+        shared = self.end is None and uses is not None and 2 * (uses.end - uses.start) > len(stack.blocks)
+        window = None if shared else self._window(program, stack, jumps)
+        if window is None:
             plan.skips.append(
                 Skip(
                     stack.label,
                     Reason.SHARED if shared else Reason.NO_BLOCKS,
-                    "the blocks already share one set of weights"
-                    if shared
-                    else "no two consecutive blocks are equal; give start and end",
+                    str(uses) if shared else "no two consecutive blocks are equal; give start and end",
                 )
             )
             return plan
         self._plan_window(program, stack, *window, jumps, plan)
+        if uses is not None and not plan.skips:
+            plan.notes.append(
+                f"the model loops by itself: {uses}; every pass keeps the constants of the blocks it repeats"
+            )
         return plan
 
+    def _window(self, program: Program, stack: Stack, jumps: list[Jump]) -> tuple[int, int] | None:
+        if self.end is not None:
+            return self.start, self.end
+        if self.mix == "full":
+            return 0, stack.depth
+        if self.start == "auto":
+            rows = sweep.sweep(program, self, sweep.example_text(program))
+            return sweep.best(rows)
+        return default_window(stack, jumps)
+
     def _plan_window(
-        self, program: Program, stack: Stack, start: int, end: int, jumps: list[int], plan: PassPlan
+        self, program: Program, stack: Stack, start: int, end: int, jumps: list[Jump], plan: PassPlan
     ) -> None:
         address = f"{stack.label}[{start}:{end}]"
         if not 0 <= start < end <= stack.depth:
@@ -132,16 +147,8 @@ class Looped(Pass):
                 )
             )
             return
-        inside = [j for j in jumps if start <= j < end]
-        if inside and self.mix == "input":
-            plan.notes.append(
-                f"the attention sink appears in block {inside[0]}, inside the window: mix=input_rms or mix=output is gentler there"
-            )
-        plan.notes += (
-            [f"blocks {start}..{end - 1} are not all equal in code; the loop repeats them as they are"]
-            if not _one_run(stack, start, end)
-            else []
-        )
+        plan.notes += sink_notes(jumps, stack, start, end) if self.mix.startswith("input") or self.mix == "full" else []
+        plan.notes += outside_notes(stack, start, end)
         detail = {
             "stack": stack.label,
             "start": start,
@@ -248,14 +255,3 @@ def _axis(stack: Stack, entry: fx.Node) -> int:
     """Dimension of the features: the last one, or the channels of images, behind the streams where there are several."""
     streams = int(stack.boundaries[0].carrier.kind == "streams")
     return 1 + streams if value(entry).dim() - streams >= 4 else -1
-
-
-def _shared_blocks(stack: Stack) -> bool:
-    used = [{o.target for n in b.body for o in n.all_input_nodes if o.op == "get_attr"} for b in stack.blocks]
-    common = set.intersection(*used)
-    return len(used) > 1 and all(2 * len(common) > len(names) for names in used)
-
-
-def _one_run(stack: Stack, start: int, end: int) -> bool:
-    first, last = stack.position(start), stack.position(end - 1)
-    return end - start == 1 or any(r.start <= first and last < r.end for r in stack.runs)
