@@ -19,6 +19,7 @@ from torch import fx
 
 from . import sweep
 from .forms import NAMES, Form, form, is_neutral
+from .readouts import add_readouts
 from .uses import outside_notes, shared_uses
 from .window import Jump, after_norm, default_window, loop_of, measured_jumps, sink_notes
 
@@ -37,6 +38,8 @@ class Looped(Pass):
             ``input_linear`` with a matrix; ``output`` mixes what it returns, ``output_vector`` with a gate a channel;
             ``damped`` takes T sub-steps of 1/T and mixes their end with the first pass; ``full`` feeds the whole stack
             and its final norm back (Ouro; changes the function unless steps=1). See :mod:`hcx.passes.looped.mixing`.
+        readout: ``steps`` taps the logits and state of every iteration; ``final`` leaves the answer alone.
+        gate: ``ouro`` taps the probability to stop after each iteration, a linear gate on its state, for training.
         stack: label of the stack to loop, where a model has several; default: the one the output is read from.
     """
 
@@ -48,6 +51,8 @@ class Looped(Pass):
     steps: int = 2
     scalar: float = 0.0
     mix: Literal["input", "input_rms", "input_linear", "output", "output_vector", "damped", "full"] = "input"
+    readout: Literal["final", "steps"] = "final"
+    gate: Literal["none", "ouro"] = "none"
     stack: str | None = None
 
     def __post_init__(self) -> None:
@@ -156,6 +161,8 @@ class Looped(Pass):
             "steps": self.steps,
             "mix": self.mix,
             "scalar": self.scalar,
+            "readout": self.readout,
+            "gate": self.gate,
         }
         plan.sites.append(Site(address, "window", detail))
         width = int(value(entry).shape[_axis(stack, entry)])
@@ -187,6 +194,7 @@ class Looped(Pass):
         label = f"{number}." if number else ""
         tensors = [editor.parameter(f"{label}{n}", t.to(**like)) for n, t in ways.parameters.items()]
         state, last = exit_, max([exit_, *loop.nodes])
+        states = [exit_]
         for step in range(2, detail["steps"] + 1):
             with editor.after(last, role="mix", iteration=step):
                 if step == 2 and ways.start:
@@ -198,9 +206,12 @@ class Looped(Pass):
                 state = editor.inline(ways.update, state, result, *tensors) if ways.update else result
                 if step == detail["steps"] and ways.end:
                     state = editor.inline(ways.end, exit_, state, *tensors)
+                states.append(state)
                 last = max([state, *(mapping[n] for n in loop.nodes)])
             editor.add_cache_outputs({n: mapping[n] for n in loop.nodes if n in output_nodes})
         editor.redirect(exit_, state, only=readers.__contains__)
+        if detail["readout"] == "steps" or detail["gate"] != "none":
+            add_readouts(program, editor, stack, states, detail, label)
 
     def fold(self, program: Program, sites: list[Site], prefix: str, weights: dict[str, torch.Tensor]) -> str | None:
         """Nothing to do for a loop that changes nothing: its mix is still neutral, or it has one step."""
@@ -210,7 +221,9 @@ class Looped(Pass):
         return None
 
     def inert(self, name: str) -> str | None:
-        """The channel gate of ``output_vector`` learns once its scalar has moved."""
+        """The channel gate of ``output_vector`` learns once its scalar has moved, an exit gate by a loss that reads it."""
+        if "gate." in name:
+            return "it learns from a loss on the exit distribution"
         gate = self.mix == "output_vector" and not name.endswith("scalar")
         return "its gradient is zero until the scalar has moved" if gate else None
 
