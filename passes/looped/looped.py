@@ -19,6 +19,7 @@ from torch import fx
 
 from . import sweep
 from .forms import NAMES, Form, form, is_neutral
+from .marks import close
 from .readouts import add_readouts
 from .uses import outside_notes, shared_uses
 from .window import Jump, after_norm, default_window, loop_of, measured_jumps, sink_notes
@@ -181,9 +182,10 @@ class Looped(Pass):
         """Copy the window once for each further step; weights stay shared, caches get slots of their own."""
         for number, site in enumerate(plan.sites or ()):
             if site.detail["steps"] > 1:
-                self._apply_window(program, editor, number, site.detail)
+                self._apply_window(program, editor, number, site)
 
-    def _apply_window(self, program: Program, editor: Editor, number: int, detail: dict) -> None:
+    def _apply_window(self, program: Program, editor: Editor, number: int, site: Site) -> None:
+        detail = site.detail
         stack = find(program).stack(detail["stack"])
         entry, exit_ = self._cut(program, stack, detail["start"], detail["end"])
         loop = loop_of(program.graph, entry, exit_, cache_nodes(program))
@@ -193,15 +195,16 @@ class Looped(Pass):
         like = {"dtype": value(entry).dtype, "device": value(entry).device}
         label = f"{number}." if number else ""
         tensors = [editor.parameter(f"{label}{n}", t.to(**like)) for n, t in ways.parameters.items()]
+        key = f"{self.name}_{editor.number}{f'.{number}' if number else ''}"
         state, last = exit_, max([exit_, *loop.nodes])
         states = [exit_]
         for step in range(2, detail["steps"] + 1):
-            with editor.after(last, role="mix", iteration=step):
+            with editor.after(last, role="mix", iteration=step, loop=key):
                 if step == 2 and ways.start:
                     state = editor.inline(ways.start, entry, exit_, *tensors)
                 read = editor.inline(ways.mix, entry, state, *tensors) if ways.mix else state
                 mapping = {entry: read, **editor.add_cache_slots(loop.caches)}
-                editor.clone(loop.nodes, mapping, iteration=step)
+                editor.clone(loop.nodes, mapping, iteration=step, loop=key)
                 result = mapping[exit_]
                 state = editor.inline(ways.update, state, result, *tensors) if ways.update else result
                 if step == detail["steps"] and ways.end:
@@ -210,6 +213,7 @@ class Looped(Pass):
                 last = max([state, *(mapping[n] for n in loop.nodes)])
             editor.add_cache_outputs({n: mapping[n] for n in loop.nodes if n in output_nodes})
         editor.redirect(exit_, state, only=readers.__contains__)
+        close(state, exit_, key, site.address, detail)
         if detail["readout"] == "steps" or detail["gate"] != "none":
             add_readouts(program, editor, stack, states, detail, label)
 
@@ -219,6 +223,15 @@ class Looped(Pass):
             if not is_neutral(site.detail["mix"], site.detail["steps"], tensors_of(program, prefix, number)):
                 return f"its loop over {site.address} mixes with {_described(program, prefix, number)}"
         return None
+
+    def undo(self, program: Program, sites: list[Site], prefix: str) -> Pass | None:
+        """Take out loops that change nothing at present."""
+        from .unloop import Unloop
+
+        still = [
+            is_neutral(s.detail["mix"], s.detail["steps"], tensors_of(program, prefix, n)) for n, s in enumerate(sites)
+        ]
+        return Unloop(separate=False) if any(still) and any(s.detail["steps"] > 1 for s in sites) else None
 
     def inert(self, name: str) -> str | None:
         """The channel gate of ``output_vector`` learns once its scalar has moved, an exit gate by a loss that reads it."""
