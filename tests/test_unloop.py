@@ -142,3 +142,41 @@ def test_the_fourth_pass_costs_no_weights_in_the_artefact_and_in_onnx(llama, tmp
     weights, onnx = (b - a for a, b in zip(*bytes_of.values(), strict=True))
     window = sum(p.numel() for i in (2, 3) for p in llama.model.model.layers[i].parameters()) * 4
     assert 0 < weights < 500 and 0 < onnx < window  # nodes of three more passes, not one copy of the weights
+
+
+# ---- adapters of each pass
+
+
+def test_adapters_per_pass_share_the_weights_and_act_in_their_own_pass_alone(llama, max_diff):
+    """Relaxed recursion: ``W + B_t A_t`` in pass t, by hand on the module's own weight."""
+    program = llama.program.rewrite(
+        f"{MOVED},lora{{rank=2,target=[layers.3.mlp.up_proj,layers.5.mlp.up_proj],per_iteration=true}}"
+    )
+    factors = {n: p for n, p in program.new_parameters().items() if "lora_0" in n}
+    assert len(factors) == 2 * (3 + 1), "three passes over block 3, one over block 5"
+    ids, generator = llama.ids(2, 9), torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        assert torch.equal(program(ids).logits, llama.program.rewrite(MOVED, check=False)(ids).logits)
+        for factor in factors.values():
+            factor.copy_(torch.randn(factor.shape, generator=generator) * 0.3)
+        stem, calls = "hcx.lora_0.model.layers.3.mlp.up_proj", []
+        layers, original = llama.model.model.layers, llama.model.model.layers[3].mlp.up_proj.weight.clone()
+        last = "hcx.lora_0.model.layers.5.mlp.up_proj"
+
+        def hook(module, args):
+            calls.append(0)
+            end = "" if len(calls) == 1 else f"_loop{len(calls)}"
+            module.up_proj.weight.data = original + factors[f"{stem}{end}.B"] @ factors[f"{stem}{end}.A"]
+
+        handle, other = layers[3].mlp.register_forward_pre_hook(hook), layers[5].mlp.up_proj.weight.data
+        layers[5].mlp.up_proj.weight.data = other + factors[f"{last}.B"] @ factors[f"{last}.A"]
+        with loops_by_hand.looped(layers, 2, 4, 3, "output", 0.4):
+            expected = llama.model(ids, use_cache=False).logits
+        handle.remove()
+        layers[3].mlp.up_proj.weight.data, layers[5].mlp.up_proj.weight.data = original, other
+    assert len(calls) == 3 and max_diff(program(ids).logits, expected) <= 1e-4
+
+
+def test_one_adapter_serves_all_passes_by_default(llama):
+    program = llama.program.rewrite(f"{MOVED},lora{{rank=2,target=[layers.3.mlp.up_proj]}}", check=False)
+    assert len([n for n in program.new_parameters() if "lora_0" in n]) == 2
