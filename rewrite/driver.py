@@ -77,6 +77,8 @@ def _rewrite(program: Program, what: Any, check: bool, allow_partial: bool, say:
             "checks": [],
             "owed": checker is None,
         }
+        if reason := step.approximates(plan):
+            entry["approximate_cache"] = reason
         if checker is not None:
             say(f"checking {step.name}")
             entry["checks"] = [

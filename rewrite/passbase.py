@@ -84,6 +84,10 @@ class Pass:
         """
         return "it changes the architecture"
 
+    def approximates(self, plan: PassPlan) -> str | None:
+        """Why decoding through the cache may differ from full forwards after this pass, or None where it must not."""
+        return None
+
     def undo(self, program: Program, sites: list[Site], prefix: str) -> Pass | None:
         """A pass that takes out what this one added where it changes nothing at present, or None; for exporters."""
         return None

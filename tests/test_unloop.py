@@ -13,6 +13,7 @@ from hcx.rewrite.generation import greedy
 from hcx.rewrite.plan import Plan
 
 from tests import loops_by_hand, zoo
+from tests.test_caches import program_of
 
 LOOP = "looped{start=2,end=4,steps=3}"
 MOVED = "looped{start=2,end=4,steps=3,scalar=0.4,mix=output}"
@@ -142,6 +143,32 @@ def test_the_fourth_pass_costs_no_weights_in_the_artefact_and_in_onnx(llama, tmp
     weights, onnx = (b - a for a, b in zip(*bytes_of.values(), strict=True))
     window = sum(p.numel() for i in (2, 3) for p in llama.model.model.layers[i].parameters()) * 4
     assert 0 < weights < 500 and 0 < onnx < window  # nodes of three more passes, not one copy of the weights
+
+
+# ---- one cache for all passes
+
+
+def test_a_shared_cache_holds_the_keys_of_the_last_pass_and_is_exact_where_the_mix_is(llama, max_diff):
+    base, ids = llama.program, llama.ids(2, 9)
+    shared = base.rewrite("looped{start=2,end=4,steps=2,cache=last}")
+    assert [vars(i) for i in shared.inputs] == [vars(i) for i in base.inputs]
+    assert torch.equal(greedy(shared, ids, 12), greedy(base, ids, 12))
+    moved = base.rewrite("looped{start=2,end=4,steps=2,scalar=0.5,cache=last}")
+    check = next(c for c in moved.history[0]["checks"] if c["name"].startswith("cached decoding"))
+    assert check["holds"] and "approximate" in check["note"] and check["measured"]["max_relative_diff"] > 1e-3
+    exact = base.rewrite("looped{start=2,end=4,steps=2,scalar=0.5}", check=False)
+    with torch.no_grad():
+        got, expected = moved(ids), exact(ids)
+        assert torch.equal(got.logits, expected.logits)  # a prompt has no earlier tokens
+        for layer in range(6):
+            last = layer + 4 if layer in (2, 3) else layer  # slots 6 and 7 hold the second pass over blocks 2 and 3
+            assert torch.equal(got.past_key_values.layers[layer].keys, expected.past_key_values.layers[last].keys)
+    assert text_of(shared.rewrite("unloop", check=False)) == text_of(base)
+
+
+def test_states_are_not_shared():
+    step = program_of("lfm2").plan("looped{start=1,end=3,cache=last}").steps[0]
+    assert not step.sites and step.skips[0].reason == "unsupported" and "state" in step.skips[0].detail
 
 
 # ---- adapters of each pass

@@ -22,7 +22,7 @@ from .forms import NAMES, Form, form, is_neutral
 from .marks import close
 from .readouts import add_readouts
 from .uses import outside_notes, shared_uses
-from .window import Jump, after_norm, default_window, loop_of, measured_jumps, sink_notes
+from .window import Jump, after_norm, default_window, grows, loop_of, measured_jumps, sink_notes
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,8 @@ class Looped(Pass):
             and its final norm back (Ouro; changes the function unless steps=1). See :mod:`hcx.passes.looped.mixing`.
         readout: ``steps`` taps the logits and state of every iteration; ``final`` leaves the answer alone.
         gate: ``ouro`` taps the probability to stop after each iteration, a linear gate on its state, for training.
+        cache: ``per_iteration`` gives every pass cache slots of its own, which decodes exactly; with ``last`` all passes
+            read what the last one left of earlier tokens, an approximation that costs no more cache than the model.
         stack: label of the stack to loop, where a model has several; default: the one the output is read from.
     """
 
@@ -54,6 +56,7 @@ class Looped(Pass):
     mix: Literal["input", "input_rms", "input_linear", "output", "output_vector", "damped", "full"] = "input"
     readout: Literal["final", "steps"] = "final"
     gate: Literal["none", "ouro"] = "none"
+    cache: Literal["per_iteration", "last"] = "per_iteration"
     stack: str | None = None
 
     def __post_init__(self) -> None:
@@ -145,7 +148,15 @@ class Looped(Pass):
                 )
             )
             return
-        leaks = loop_of(program.graph, entry, exit_, cache_nodes(program)).leaks
+        loop = loop_of(program.graph, entry, exit_, cache_nodes(program))
+        leaks = loop.leaks
+        if self.cache == "last" and (state := next((n for n in loop.caches if not grows(program, n)), None)):
+            plan.skips.append(
+                Skip(
+                    address, Reason.UNSUPPORTED, f"cache=last: `{state.name}` is a state, and every pass needs its own"
+                )
+            )
+            return
         if leaks:
             plan.skips.append(
                 Skip(
@@ -164,6 +175,7 @@ class Looped(Pass):
             "scalar": self.scalar,
             "readout": self.readout,
             "gate": self.gate,
+            "cache": self.cache,
         }
         plan.sites.append(Site(address, "window", detail))
         width = int(value(entry).shape[_axis(stack, entry)])
@@ -203,7 +215,8 @@ class Looped(Pass):
                 if step == 2 and ways.start:
                     state = editor.inline(ways.start, entry, exit_, *tensors)
                 read = editor.inline(ways.mix, entry, state, *tensors) if ways.mix else state
-                mapping = {entry: read, **editor.add_cache_slots(loop.caches)}
+                shared = detail["cache"] == "last"
+                mapping = {entry: read, **({} if shared else editor.add_cache_slots(loop.caches))}
                 editor.clone(loop.nodes, mapping, iteration=step, loop=key)
                 result = mapping[exit_]
                 state = editor.inline(ways.update, state, result, *tensors) if ways.update else result
@@ -211,7 +224,12 @@ class Looped(Pass):
                     state = editor.inline(ways.end, exit_, state, *tensors)
                 states.append(state)
                 last = max([state, *(mapping[n] for n in loop.nodes)])
-            editor.add_cache_outputs({n: mapping[n] for n in loop.nodes if n in output_nodes})
+            present = {n: mapping[n] for n in loop.nodes if n in output_nodes and n is not exit_}
+            if not shared:
+                editor.add_cache_outputs(present)
+            elif step == detail["steps"]:
+                for old, new in present.items():
+                    program.graph.output_node().replace_input_with(old, new)
         editor.redirect(exit_, state, only=readers.__contains__)
         close(state, exit_, key, site.address, detail)
         if detail["readout"] == "steps" or detail["gate"] != "none":
@@ -223,6 +241,11 @@ class Looped(Pass):
             if not is_neutral(site.detail["mix"], site.detail["steps"], tensors_of(program, prefix, number)):
                 return f"its loop over {site.address} mixes with {_described(program, prefix, number)}"
         return None
+
+    def approximates(self, plan: PassPlan) -> str | None:
+        """A cache that passes share is not what a full forward gives once the mix has moved."""
+        shared = any(s.detail["cache"] == "last" and s.detail["steps"] > 1 for s in plan.sites or ())
+        return "the passes of a loop share the cache of the last one" if shared else None
 
     def undo(self, program: Program, sites: list[Site], prefix: str) -> Pass | None:
         """Take out loops that change nothing at present."""

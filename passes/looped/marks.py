@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from hcx.rewrite.finder import cache_nodes
 from hcx.rewrite.program import Program
 from hcx.rewrite.residuals import hcx_tag
 from torch import fx
@@ -57,7 +58,9 @@ class Mark:
 
     def forget(self) -> None:
         """Take the mark off: the window is no loop any more."""
-        hcx_tag(self.final).pop("closes", None)
+        custom = dict(self.final.meta["custom"])  # forks share what lies in a node's metadata
+        custom["hcx"] = {k: v for k, v in custom["hcx"].items() if k != "closes"}
+        self.final.meta["custom"] = custom
 
 
 def close(final: fx.Node, first: fx.Node, key: str, address: str, detail: dict) -> None:
@@ -91,11 +94,12 @@ def members(program: Program, mark: Mark) -> list[fx.Node]:
 def read_inside(program: Program, mark: Mark) -> list[fx.Node]:
     """Copies of later passes that are read from behind the loop (an exit inside the window) although its end is not."""
     own = {n for n, _ in mark.copies(program)}
+    slots = {n.meta.get("hcx_name", n.name).split(".")[1] for n in members(program, mark) if n in cache_nodes(program)}
     output, names = program.graph.output_node(), [*program.output_names, *program.taps]
     pending = [
         n
         for n, name in zip(output.args[0], names, strict=True)
-        if not name.startswith(f"{mark.prefix}.") and not (name.startswith("present.") and n in own)
+        if not name.startswith(f"{mark.prefix}.") and not (name.startswith("present.") and name.split(".")[1] in slots)
     ]
     seen, found = set(), []
     while pending:

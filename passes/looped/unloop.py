@@ -88,6 +88,10 @@ class Unloop(Pass):
         """Exact, whatever was trained."""
         return Exact()
 
+    def inert(self, name: str) -> str | None:
+        """A copy of what has no gradient (a key's bias, which moves no softmax) has none."""
+        return "it is a copy of a parameter of the window, and learns as that one does"
+
     def fold(self, program: Program, sites: list[Site], prefix: str, weights: dict[str, torch.Tensor]) -> str | None:
         """Nothing to do where loops were removed."""
         kept = next((s for s in sites if s.detail["action"] == "separate"), None)

@@ -147,6 +147,12 @@ class Loop:
     leaks: list[fx.Node] = field(default_factory=list)
 
 
+def grows(program: Program, node: fx.Node) -> bool:
+    """Whether a cache placeholder holds one entry a token (keys, values), not a state of fixed size."""
+    placeholders = [n for n in program.graph.nodes if n.op == "placeholder"]
+    return any(isinstance(d, str) and "past" in d for d in program.inputs[placeholders.index(node)].shape)
+
+
 def loop_of(graph: fx.Graph, entry: fx.Node, exit_: fx.Node, caches: set[fx.Node]) -> Loop:
     """The nodes between two boundaries, with what they prepare from caches and what they leave for cache outputs."""
     flow = Dataflow(graph)
