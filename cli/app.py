@@ -47,17 +47,21 @@ def _run(context: typer.Context, json: bool, verbose: int, **options: Any) -> in
 # (the options that commands share stay in rows)
 Why = Annotated[bool, typer.Option("--why", help="also every block, boundary, and add that is no residual")]
 Sites = Annotated[str | None, typer.Option("--pass", "-p", metavar="PIPELINE", help="also its sites and skips")]
+Mixers = Annotated[bool, typer.Option("--mixers", help="instead: mixes and streams of hyper-connections, measured")]
+Picture = Annotated[str | None, typer.Option("--html", metavar="FILE", help="with --mixers, also write a page of pictures")]
 
 
 @app.command()
 def inspect(
     context: typer.Context, model: shared.Model, why: Why = False, passes: Sites = None,
+    mixers: Mixers = False, html: Picture = None, overwrite: Overwrite = False,
     arch: Arch = None, dtype: Dtype = None, text: Text = None, inputs: Inputs = None, trust: Trust = False,
     weights: Weights = None, lazy: Lazy = False,
     json: Json = False, verbose: Verbose = 0,
 ) -> int:
-    """Show what hcx sees in a model: its call, stacks, blocks, boundaries and tensors."""
+    """Show what hcx sees in a model: its call, stacks, blocks, boundaries and tensors; with --mixers, hyper-connections."""
     return _run(context, json, verbose, model=model, why=why, passes=passes,
+                mixers=mixers, html=html, overwrite=overwrite,
                 arch=arch, dtype=dtype, text=text, inputs=inputs, trust=trust, weights=weights, lazy=lazy)
 
 

@@ -6,20 +6,31 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hcx.rewrite.errors import UsageError
+
 from . import figures
 from .cmd_plan import pipeline
 from .inspect_text import text_of
-from .opening import Opened, open_program
+from .opening import Opened, check_output, open_program, read_text
 from .result import Progress, Result, silent
 
 if TYPE_CHECKING:
+    import torch
     from hcx.rewrite import Program
     from hcx.rewrite.sites import Block, BlockRun, Boundary, Sites, Stack
     from torch import fx
 
 
 def inspect(
-    model: str, *, why: bool = False, passes: str | None = None, progress: Progress = silent, **source: Any
+    model: str,
+    *,
+    why: bool = False,
+    passes: str | None = None,
+    mixers: bool = False,
+    html: str | None = None,
+    overwrite: bool = False,
+    progress: Progress = silent,
+    **source: Any,
 ) -> Result:
     """The call, the stacks with their blocks and boundaries, tied tensors and figures of a model.
 
@@ -27,8 +38,17 @@ def inspect(
         model: a MODEL argument; a ``.hcx`` folder also shows its history and certificate.
         why: text with every block and boundary, and the adds that are no residual.
         passes: a pipeline whose sites and skips are shown too.
+        mixers: instead of all that, what hyper-connections do to the streams, measured on a run: the recorded inputs, or
+            those of ``text`` or ``inputs``.
+        html: with mixers, also write a page of pictures; ``overwrite`` allows that it exists.
         source: options of :func:`hcx.cli.opening.open_program`.
     """
+    if html is not None and not mixers:
+        raise UsageError("--html shows mixers", where="--html", hint="add --mixers")
+    if mixers:
+        if why or passes:
+            raise UsageError("--mixers shows mixers alone", where="--mixers", hint="leave out --why and --pass")
+        return _mixers(model, html, overwrite, progress, source)
     what = pipeline(passes) if passes else None
     opened = open_program(model, progress=progress, **source)
     program = opened.program
@@ -41,6 +61,60 @@ def inspect(
         made = program.plan(what)
         data["plan"], data["plan_text"] = made.to_json(), str(made)
     return Result({k: v for k, v in data.items() if k != "plan_text"}, text_of(data, why=why))
+
+
+def _mixers(model: str, html: str | None, overwrite: bool, progress: Progress, source: dict[str, Any]) -> Result:
+    """Figures of every stack that is carried as several streams."""
+    from . import mixer_report
+
+    if html is not None:
+        if not html.endswith((".html", ".htm")):
+            raise UsageError(
+                f"the page is a file that ends in .html, not {html}", where="--html", hint="--html FILE.html"
+            )
+        check_output(html, overwrite=overwrite)
+    given = {k: source.pop(k, None) for k in ("text", "inputs")} if Path(model).suffix == ".hcx" else {}
+    opened = open_program(model, progress=progress, **source)
+    from hcx.passes.hyper_connections import inspect_mixers
+
+    flat = _call_of(opened.program, **given) if any(given.values()) else None
+    progress("running")
+    stacks = inspect_mixers(opened.program, flat)
+    data = {"model": opened.describe(), "mixers": [s.to_json() for s in stacks], "html": html}
+    text = mixer_report.text_of(stacks)
+    if html is not None:
+        from .cmd_diff import write_page
+
+        write_page(html, mixer_report.page(opened.label, stacks))
+        text += f"\n\npage: {html}"
+    return Result(data, text)
+
+
+def _call_of(program: Program, text: str | None = None, inputs: str | None = None) -> list[torch.Tensor]:
+    """Flat inputs of a call with a text's first tokens, or with a file's tensors.
+
+    Raises:
+        UsageError: both are given, or the program takes no token ids.
+        SourceError: no such file, or no tokenizer.
+    """
+    if text and inputs:
+        raise UsageError("--text and --inputs are two calls", where="--inputs", hint="leave out one")
+    if inputs:
+        from hcx.rewrite.source.inputs_file import from_file
+
+        return program.signature.bind((), from_file(Path(inputs), None))
+    import torch
+    from hcx.rewrite.source import tokenizer_from
+
+    tokens = program.signature.tokens
+    if tokens is None:
+        raise UsageError("this program takes no token ids", where="--text", hint="--inputs FILE.safetensors")
+    ids = tokenizer_from(program.companions)(read_text(text))["input_ids"][:TOKENS]
+    return program.signature.by_name({tokens: torch.tensor([ids])})
+
+
+TOKENS = 512
+"""Of a text, as many tokens are run: figures are means over positions, and a position costs a run."""
 
 
 def describe(opened: Opened, sites: Sites) -> dict[str, Any]:

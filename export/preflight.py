@@ -70,10 +70,11 @@ def check(module: fx.GraphModule, *, upcast: bool) -> None:
                 where=name,
                 hint="load the weights before exporting",
             )
-    for node in module.graph.nodes:
-        _check_dtype(node, upcast)
-        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
-            _check_mode(node)
+    for inner in module.modules():
+        for node in inner.graph.nodes if isinstance(inner, fx.GraphModule) else ():
+            _check_dtype(node, upcast)
+            if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+                _check_mode(node)
 
 
 def _check_dtype(node: fx.Node, upcast: bool) -> None:

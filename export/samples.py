@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from hcx.rewrite.signature import number_of
 
 Flat = list[torch.Tensor]
 
@@ -35,7 +36,15 @@ def samples(program: Any) -> list[Sample]:
     if not own:
         return own
     past, hidden = with_past(program, own[-1].flat), with_hidden_rows(program, own[0].flat)
-    return own + [Sample(past)] * (past is not None) + [Sample(hidden, HIDDEN_SLACK)] * (hidden is not None)
+    more = with_other_numbers(program, own[0].flat)
+    found = [Sample(s) for s in (past, more) if s is not None]
+    return own + found + [Sample(hidden, HIDDEN_SLACK)] * (hidden is not None)
+
+
+def with_other_numbers(program: Any, flat: Flat) -> Flat | None:
+    """Two more than what stands for inputs that are a number (steps of a loop)."""
+    numbers = [number_of(_fill(spec)) is not None for spec in program.inputs]
+    return [t + 2 if n else t for t, n in zip(flat, numbers, strict=True)] if any(numbers) else None
 
 
 def with_past(program: Any, flat: Flat) -> Flat | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -34,7 +35,8 @@ def stream_head(streams: torch.Tensor, weight: torch.Tensor, eps: float) -> torc
     flat = precise.reshape(n, -1, width)
     phi = weight.to(flat.dtype).reshape(weight.shape[0], n, width).permute(1, 2, 0)
     products = torch.bmm(flat, phi).sum(0)
-    scale = torch.rsqrt(flat.square().sum((0, 2)) / (n * width) + eps)
+    # norms first: squares of all streams would be one more tensor of their size
+    scale = torch.rsqrt(torch.linalg.vector_norm(flat, dim=-1).square().sum(0) / (n * width) + eps)
     return (products * scale.unsqueeze(-1)).t().reshape([weight.shape[0], *streams.shape[1:-1]])
 
 
@@ -51,12 +53,12 @@ def _scaled(logits: torch.Tensor, steps: int) -> torch.Tensor:
     # only a shift of columns is neutral, since columns are scaled first
     logits = logits.clamp(-30.0, 30.0)
     kernel = torch.exp(logits - logits.amax(0, keepdim=True))
-    rows = torch.ones_like(kernel[:, 0])
-    columns = rows
+    scaled = kernel  # two vectors are scaled, never the matrix: a tenth of the time of the textbook form
     for _ in range(steps):
-        columns = 1.0 / (kernel * rows.unsqueeze(1)).sum(0)
-        rows = 1.0 / (kernel * columns.unsqueeze(0)).sum(1)
-    return rows.unsqueeze(1) * kernel * columns.unsqueeze(0)
+        columns = scaled.sum(0, keepdim=True).reciprocal()
+        rows = (kernel * columns).sum(1, keepdim=True).reciprocal()
+        scaled = kernel * rows
+    return scaled * columns
 
 
 class _Implicit(torch.autograd.Function):
@@ -101,8 +103,9 @@ def _permutation_table(n: int) -> tuple[tuple[float, ...], ...]:
 def permutation_mix(logits: torch.Tensor, n: int) -> torch.Tensor:
     """``sum_k softmax(l)_k P_k`` over all permutation matrices: ``[n!, ...] -> [n, n, ...]``."""
     weights = torch.softmax(logits, 0)
-    table = torch.tensor(_permutation_table(n), dtype=logits.dtype, device=logits.device)
-    return (table @ weights.reshape(weights.shape[0], -1)).reshape([n, n, *logits.shape[1:]])
+    return (_table(_permutation_table, n, logits) @ weights.reshape(weights.shape[0], -1)).reshape(
+        [n, n, *logits.shape[1:]]
+    )
 
 
 def logits_of_rotation(n: int) -> int:
@@ -129,22 +132,41 @@ def rotation(logits: torch.Tensor, n: int) -> torch.Tensor:
             ]
         )
     if n == 4:
-        products = _unit(logits[:4]).unsqueeze(1) * _unit(logits[4:]).unsqueeze(0)
-        flat = products.reshape(16, -1)
-        table = torch.tensor(_quaternion_table(), dtype=flat.dtype, device=flat.device)
-        return (table @ flat).reshape([4, 4, *logits.shape[1:]])
+        left, right = _unit(logits.reshape([2, 4, *logits.shape[1:]]), 1).unbind(0)
+        flat = (left.unsqueeze(1) * right.unsqueeze(0)).reshape(16, -1)
+        return (_table(_quaternion_table, n, flat) @ flat).reshape([4, 4, *logits.shape[1:]])
     return _solved(_skew(logits, n))
 
 
-def _unit(logits: torch.Tensor) -> torch.Tensor:
+def _unit(logits: torch.Tensor, dim: int = 0) -> torch.Tensor:
     """``(1 + l0, l1, l2, l3)`` at length 1; no epsilon, which would move the identity."""
-    vector = torch.cat([logits[:1] + 1.0, logits[1:]])
-    square = vector.square().sum(0, keepdim=True)
-    return vector * torch.rsqrt(torch.where(square > 1e-12, square, torch.ones_like(square)))
+    shape = [1] * dim + [4] + [1] * (logits.dim() - dim - 1)
+    vector = logits + _table(_one, 4, logits).reshape(shape)
+    square = vector.square().sum(dim, keepdim=True)
+    return vector * torch.rsqrt(torch.where(square > 1e-12, square, 1.0))
 
 
 @cache
-def _quaternion_table() -> tuple[tuple[int, ...], ...]:
+def _one(n: int) -> tuple[float, ...]:
+    return (1.0,) + (0.0,) * (n - 1)
+
+
+_TABLES: dict[tuple, torch.Tensor] = {}
+
+
+def _table(entries: Callable[[int], tuple], n: int, like: torch.Tensor) -> torch.Tensor:
+    """Constant tensor of a table, kept from call to call; made anew while a graph is traced."""
+    if type(like) not in (torch.Tensor, torch.nn.Parameter) or torch.compiler.is_compiling():
+        return torch.tensor(entries(n), dtype=like.dtype, device=like.device)
+    key = entries, n, like.dtype, like.device
+    if key not in _TABLES:
+        with torch.inference_mode(False):  # else a later backward could not keep it
+            _TABLES[key] = torch.tensor(entries(n), dtype=like.dtype, device=like.device)
+    return _TABLES[key]
+
+
+@cache
+def _quaternion_table(n: int = 4) -> tuple[tuple[int, ...], ...]:
     """``vec(H) = T vec(q r^T)``: entries 0, 1 and -1, ``[16, 16]``."""
     table = [[0] * 16 for _ in range(16)]
     for a, b, axis in itertools.product(range(4), repeat=3):
@@ -202,8 +224,12 @@ def cayley(logits: torch.Tensor, alpha: float) -> torch.Tensor:
 
 def _identity_like(matrix: torch.Tensor) -> torch.Tensor:
     n = matrix.shape[0]
-    rows = [[float(i == j) for j in range(n)] for i in range(n)]
-    return torch.tensor(rows, dtype=matrix.dtype, device=matrix.device).reshape([n, n] + [1] * (matrix.dim() - 2))
+    return _table(_eye, n, matrix).reshape([n, n] + [1] * (matrix.dim() - 2))
+
+
+@cache
+def _eye(n: int) -> tuple[tuple[float, ...], ...]:
+    return tuple(tuple(float(i == j) for j in range(n)) for i in range(n))
 
 
 def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -252,9 +278,7 @@ def spectral_mix(left: torch.Tensor, right: torch.Tensor, middle: torch.Tensor, 
         middle: s, ``[m, ...]``.
     """
     m = n - 1
-    basis = torch.tensor(helmert(n), dtype=middle.dtype, device=middle.device).reshape(
-        [n, m] + [1] * (middle.dim() - 1)
-    )
+    basis = _table(helmert, n, middle).reshape([n, m] + [1] * (middle.dim() - 1))
     values = torch.tanh(middle)
     if m == 1:
         core = values.unsqueeze(0)
@@ -272,7 +296,7 @@ def _turn(logits: torch.Tensor, m: int) -> torch.Tensor:
 def pinned_projector(basis: torch.Tensor) -> torch.Tensor:
     """Projector ``U U^T`` on the ones and ``basis``'s span in their complement; static, ``[n - 1, p - 1] -> [n, n]``."""
     n = basis.shape[0] + 1
-    z = torch.tensor(helmert(n), dtype=basis.dtype, device=basis.device)
+    z = _table(helmert, n, basis)
     ones = torch.full((n, n), 1.0 / n, dtype=basis.dtype, device=basis.device)
     columns: list[torch.Tensor] = []
     for k in range(basis.shape[1]):  # Gram-Schmidt: a handful of columns, and it exports

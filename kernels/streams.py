@@ -10,6 +10,8 @@ The definitions here are plain torch with autograd; faster kernels may replace t
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 _LIBRARY = torch.library.Library("hcx", "DEF")
@@ -35,7 +37,10 @@ def read(streams: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     if weights.dim() == 1:
         flat = precise.reshape(precise.shape[0], -1)
         return (weights.to(flat.dtype) @ flat).reshape(precise.shape[1:]).to(streams.dtype)
-    return (weights.unsqueeze(-1) * precise).sum(0).to(streams.dtype)
+    weights = weights.to(precise.dtype).unsqueeze(-1)
+    if _at_once(precise):
+        return (weights * precise).sum(0).to(streams.dtype)
+    return _weighted(weights.unbind(0), precise.unbind(0)).to(streams.dtype)
 
 
 def write(streams: torch.Tensor, update: torch.Tensor, mix: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -48,11 +53,16 @@ def write(streams: torch.Tensor, update: torch.Tensor, mix: torch.Tensor, weight
         weights: w, ``[n]`` or ``[n, ...]``.
     """
     precise = streams.to(_precise(streams, mix))
+    along, update = _along(weights, update), update.to(precise.dtype)
     if mix.dim() == 2:
         mixed = (mix.to(precise.dtype) @ precise.reshape(precise.shape[0], -1)).reshape(precise.shape)
-    else:
-        mixed = (mix.unsqueeze(-1) * precise.unsqueeze(0)).sum(1)
-    return (mixed + _along(weights, update) * update.to(precise.dtype)).to(streams.dtype)
+        return torch.addcmul(mixed, along, update).to(streams.dtype)
+    matrix = mix.to(precise.dtype).unsqueeze(-1)
+    if _at_once(precise):
+        return torch.addcmul((matrix * precise.unsqueeze(0)).sum(1), along, update).to(streams.dtype)
+    parts = precise.unbind(0)
+    mixed = [_weighted(row.unbind(0), parts) for row in matrix.unbind(0)]
+    return _written(mixed, along, update).to(streams.dtype)
 
 
 def blend(streams: torch.Tensor, update: torch.Tensor, mix: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -62,16 +72,47 @@ def blend(streams: torch.Tensor, update: torch.Tensor, mix: torch.Tensor, weight
     stream are not rounded again.
     """
     precise = streams.to(_precise(streams, mix))
+    along, update = _along(weights, update), update.to(precise.dtype)
     matrix = mix.to(precise.dtype)
     matrix = matrix.reshape([*mix.shape] + [1] * (precise.dim() - 1)) if mix.dim() == 2 else matrix.unsqueeze(-1)
-    moved = (matrix * (precise.unsqueeze(0) - precise.unsqueeze(1))).sum(1)
-    return (precise + moved + _along(weights, update) * update.to(precise.dtype)).to(streams.dtype)
+    if _at_once(precise):
+        moved = (matrix * (precise.unsqueeze(0) - precise.unsqueeze(1))).sum(1)
+        return torch.addcmul(precise + moved, along, update).to(streams.dtype)
+    rows = [row.unbind(0) for row in matrix.unbind(0)]
+    parts = precise.unbind(0)
+    mixed = list(parts)
+    for i, j in itertools.combinations(range(len(parts)), 2):
+        apart = parts[j] - parts[i]  # serves both directions
+        mixed[i] = torch.addcmul(mixed[i], rows[i][j], apart)
+        mixed[j] = torch.addcmul(mixed[j], rows[j][i], apart, value=-1)
+    return _written(mixed, along, update).to(streams.dtype)
 
 
 def add(streams: torch.Tensor, update: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """``X'_i = X_i + w_i y``: a write whose mix is the identity."""
     precise = _precise(streams, weights)
-    return (streams.to(precise) + _along(weights, update) * update.to(precise)).to(streams.dtype)
+    return torch.addcmul(streams.to(precise), _along(weights, update), update.to(precise)).to(streams.dtype)
+
+
+def _weighted(weights: tuple[torch.Tensor, ...], parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    total = weights[0] * parts[0]
+    for weight, part in zip(weights[1:], parts[1:], strict=True):
+        total = torch.addcmul(total, weight, part)
+    return total
+
+
+def _written(mixed: list[torch.Tensor], weights: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
+    return torch.stack([torch.addcmul(x, w, update) for x, w in zip(mixed, weights.unbind(0), strict=True)])
+
+
+_FEW = 1 << 14
+
+
+def _at_once(streams: torch.Tensor) -> bool:
+    """Whether to compute all n x n products in one tensor: fewer calls for a token or two, but n times the memory of the
+    streams, which for 128 tokens already costs 30 times as much as going through the streams one by one."""
+    size = streams.numel()
+    return isinstance(size, int) and size <= _FEW and not torch.compiler.is_compiling()
 
 
 def _along(weights: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -115,8 +115,8 @@ def node_lines(program: Program) -> dict[fx.Node, str]:
     """
     fake_mode_of(program)  # gives every node its value
     names = _dim_names(program)
-    lines = graph_text.text(program.graph).rstrip("\n").split("\n")
-    if len(lines) != len(program.graph.nodes):
+    lines = graph_text.node_lines(program.graph)
+    if any("\n" in line for line in lines):
         raise ArtefactError("a name in the graph holds a line break", where="graph.json")
     shape = re.compile(r"( : \w+\[)[^]]*(\](?:  [@#].*)?)$")
 

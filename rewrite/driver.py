@@ -69,7 +69,7 @@ def _rewrite(program: Program, what: Any, check: bool, allow_partial: bool, say:
         number = f"{step.name}_{editor.number}"
         entry = {
             "pass": step.name,
-            "rank": step.place(),
+            "rank": step.order(),
             "pipeline": str(step),
             "plan": Plan([plan], base_print).to_json(),
             "contract": contracts.to_json(contract),

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 from .errors import PlanError, UsageError
 from .graph_text import target_name
 from .normalize import rename
 from .program import Program
-from .signature import CACHE, InputSpec, tensor_indices
+from .signature import CACHE, Argument, InputSpec, tensor_indices
 from .values import fake_mode_of, stand_in
+
+if TYPE_CHECKING:
+    from .regions import Region
 
 
 class Editor:
@@ -77,7 +83,7 @@ class Editor:
         self._need_place()
         node = self.graph.call_function(op, args, kwargs)
         unpacked = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-        with self.fake_mode, torch.no_grad():
+        with self.fake_mode, torch.no_grad(), enable_python_dispatcher():  # addcmul and lerp need it on symbolic sizes
             node.meta["val"] = op(*unpacked[0], **unpacked[1])
         self._mark(node)
         self.counts["inserted"] += 1
@@ -97,7 +103,7 @@ class Editor:
         self._need_place()
         key = (function, *((n.meta["val"].dtype, tuple(map(str, n.meta["val"].shape))) for n in nodes))
         if key not in self._traced:
-            with self.fake_mode, torch.no_grad():
+            with self.fake_mode, torch.no_grad(), enable_python_dispatcher():
                 # copies of a node share one value, and tracing tells its inputs apart by their values
                 values = [n.meta["val"].detach() for n in nodes]
                 self._traced[key] = make_fx(
@@ -121,6 +127,29 @@ class Editor:
                 self.counts["inserted"] += 1
         return tuple(result) if isinstance(result, list | tuple) else result
 
+    def size(self, size: int | torch.SymInt) -> fx.Node | int:
+        """A size of some value as a node that computes it from the inputs' sizes, or as the number that it is.
+
+        Raises:
+            PlanError: a size that only the data knows.
+        """
+        if isinstance(size, int):
+            return size
+        self._need_place()
+        env, tracer, known = {}, fx.proxy.GraphAppendingTracer(self.graph), set(self.graph.nodes)
+        for node in self.graph.find_nodes(op="placeholder"):
+            for axis, dim in enumerate(node.meta["val"].shape):
+                if isinstance(dim, torch.SymInt) and dim.node.expr in size.node.expr.free_symbols - env.keys():
+                    env[dim.node.expr] = fx.Proxy(self.call(torch.ops.aten.sym_size.int, node, axis), tracer)
+        if missing := size.node.expr.free_symbols - env.keys():
+            raise PlanError(f"the size {missing.pop()} is not a size of an input", where=self.pass_name)
+        result = sympy_interp(PythonReferenceAnalysis, env, size.node.expr).node
+        for node in [n for n in self.graph.nodes if n not in known and "val" not in n.meta]:
+            node.meta["val"] = node.target(*fx.map_arg(node.args, lambda n: n.meta["val"]))
+            self._mark(node)
+            self.counts["inserted"] += 1
+        return result
+
     def clone(self, nodes: Iterable[fx.Node], mapping: dict[fx.Node, fx.Node], **tag: Any) -> dict[fx.Node, fx.Node]:
         """Copy nodes at the current point with some operands replaced; parameters stay shared.
 
@@ -138,6 +167,46 @@ class Editor:
             mapping[node] = new
             self.counts["cloned"] += 1
         return mapping
+
+    def cond(self, predicate: fx.Node, then: Region, otherwise: Region) -> tuple[fx.Node, ...]:
+        """Run one of two parts of the graph: their nodes move into the bodies of a branch.
+
+        Build both in the graph first, as if both ran: ``otherwise`` is usually what the model computes, ``then`` what
+        stands for it. Whoever read a result of ``otherwise`` then reads the branch. Weights and other values from
+        outside become operands.
+
+        Args:
+            predicate: a single bool; true runs ``then``.
+            then, otherwise: with as many results, of the same shapes and dtypes.
+
+        Returns:
+            the results.
+
+        Raises:
+            PlanError: regions that overlap, write in place, or hold a value that is read outside and is no result.
+        """
+        from .regions import insert_cond
+
+        return insert_cond(self, predicate, then, otherwise)
+
+    def repeat(self, trips: fx.Node, body: Region, carried: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
+        """Run a part of the graph as often as a tensor says: its nodes move into the body of a loop.
+
+        Args:
+            trips: int64 without dimensions; 0 gives ``carried`` unchanged.
+            body: one iteration, built in the graph as the first one: where it reads a value of ``carried``, a later
+                iteration reads the result of the one before.
+            carried: one value a result.
+
+        Returns:
+            the results of the last iteration.
+
+        Raises:
+            PlanError: as for :meth:`cond`.
+        """
+        from .regions import insert_repeat
+
+        return insert_repeat(self, trips, body, carried)
 
     def _need_place(self) -> None:
         if self._anchor is None:
@@ -320,6 +389,26 @@ class Editor:
                     mapping[placeholders[index]] = last = node
                 siblings.append(renumber(slot, renumbered))
         return mapping
+
+    def input(self, name: str, number: int) -> fx.Node:
+        """A new input of the call: one whole number, int64 without dimensions.
+
+        Args:
+            name: of the argument; a number is appended where the model has one of that name.
+            number: what it is where a call leaves it out.
+        """
+        signature = self.program.signature
+        taken = {a.name for a in signature.arguments} | {i.name for i in signature.inputs} | set(signature.others)
+        name = next(n for n in (name, *(f"{name}_{k}" for k in range(1, 1 + len(taken)))) if n not in taken)
+        last = [n for n in self.graph.nodes if n.op == "placeholder"][-1]
+        with self.graph.inserting_before(last.next):
+            node = self.graph.placeholder(name)
+        rename(self.graph, node, name)
+        with self.fake_mode:
+            node.meta = {"val": torch.zeros((), dtype=torch.int64, device=last.meta["val"].device), "hcx_name": name}
+        signature.arguments.append(Argument(name, None, {"kind": "tensor", "index": len(signature.inputs)}, fill=True))
+        signature.inputs.append(InputSpec(name, torch.int64, (), f"={int(number)}"))
+        return node
 
     def _new_placeholder(self, last: fx.Node, like: fx.Node, name: str) -> fx.Node:
         with self.graph.inserting_before(last.next):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from .control import KINDS, Control, While, check_form
 from .errors import ArtefactError
 
 _PYTHON = {
@@ -64,6 +65,8 @@ def target_name(target: Any) -> str:
     """
     if isinstance(target, torch._ops.OpOverload):
         return f"{target.namespace}.{target.overloadpacket.__name__}.{target._overloadname}"
+    if isinstance(target, Control):
+        return f"higher_order.{target.kind}"
     if target in _NAMES:
         return _NAMES[target]
     raise ArtefactError(
@@ -105,6 +108,7 @@ def to_json(graph: fx.Graph) -> dict[str, Any]:
         entry: dict[str, Any] = {"name": node.name, "op": node.op}
         if node.op == "call_function":
             entry["target"] = target_name(node.target)
+            entry |= _bodies(node.target)
         elif node.op == "get_attr":
             entry["target"] = node.target
         elif node.op not in ("placeholder", "output"):
@@ -127,6 +131,23 @@ def to_json(graph: fx.Graph) -> dict[str, Any]:
         entry |= {key: node.meta[key] for key in ("taps", "modes", "eval_only") if node.meta.get(key)}
         nodes.append(entry)
     return {"stacks": [[list(level) for level in stack] for stack in stacks], "nodes": nodes}
+
+
+def _bodies(target: Any) -> dict[str, Any]:
+    """What is stored of control flow beside its name: the bodies, as graphs in the graph."""
+    if not isinstance(target, Control):
+        return {}
+    more = {"carried": target.carried} if isinstance(target, While) else {}
+    return {"bodies": [to_json(g) for g in target.bodies], **more}
+
+
+def _control(entry: dict[str, Any]) -> Control:
+    """The target behind :func:`_bodies`; bodies fetch no tensors."""
+    bodies = [from_json(data, set()) for data in entry["bodies"]]
+    kind = KINDS[entry["target"]]
+    if len(bodies) != len(kind.parts):
+        raise ArtefactError(f"`{entry['name']}` has {len(bodies)} bodies, not {len(kind.parts)}", where="graph.json")
+    return While(*bodies, carried=int(entry["carried"])) if kind is While else kind(*bodies)
 
 
 def from_json(data: dict[str, Any], tensors: set[str]) -> fx.Graph:
@@ -194,7 +215,10 @@ def _node(graph: fx.Graph, entry: dict, named: dict[str, fx.Node], tensors: set[
                 )
             node = graph.create_node("get_attr", entry["target"])
         case "call_function":
-            node = graph.call_function(resolve_target(entry["target"]), args, kwargs)
+            target = _control(entry) if entry["target"] in KINDS else resolve_target(entry["target"])
+            node = graph.call_function(target, args, kwargs)
+            if isinstance(target, Control):
+                check_form(node)
         case "output":
             node = graph.output(args[0])
         case other:
@@ -252,7 +276,22 @@ def _decode(value: Any, named: dict[str, fx.Node]) -> Any:
 
 
 def text(graph: fx.Graph) -> str:
-    """One line a node: ``%name = op(args) : dtype[shape]  @module``. Stable across runs; used by goldens and diffs."""
+    """One line a node: ``%name = op(args) : dtype[shape]  @module``. Stable across runs; used by goldens and diffs.
+
+    Bodies of control flow follow their node, indented.
+    """
+    lines = []
+    for node, line in zip(graph.nodes, node_lines(graph), strict=True):
+        lines.append(line)
+        if isinstance(node.target, Control):
+            for part, body in zip(node.target.parts, node.target.bodies, strict=True):
+                lines.append(f"  {part}:")
+                lines += [f"    {inner}" for inner in text(body).splitlines()]
+    return "\n".join(lines) + "\n"
+
+
+def node_lines(graph: fx.Graph) -> list[str]:
+    """One line a node, without bodies: control flow shows a hash of what they compute."""
     lines = []
     for entry, node in zip(to_json(graph)["nodes"], graph.nodes, strict=True):
         call = ", ".join([*(_show(a) for a in node.args), *(f"{k}={_show(v)}" for k, v in node.kwargs.items())])
@@ -260,8 +299,9 @@ def text(graph: fx.Graph) -> str:
         stack = list((node.meta.get("nn_module_stack") or {}).values())
         where = f"  @{stack[-1][0]}" if stack and stack[-1][0] else ""
         tag = f"  #{entry['hcx']}" if "hcx" in entry else ""
-        lines.append(f"%{node.name} = {entry.get('target', node.op)}({call}){kind}{where}{tag}")
-    return "\n".join(lines) + "\n"
+        name = str(node.target) if isinstance(node.target, Control) else entry.get("target", node.op)
+        lines.append(f"%{node.name} = {name}({call}){kind}{where}{tag}")
+    return lines
 
 
 def _show(value: Any) -> str:

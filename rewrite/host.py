@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from .control import change_bodies
 from .dataflow import op_name
 from .errors import UsageError
 from .modes import switch
@@ -115,10 +116,7 @@ def _widest(tensor: torch.Tensor) -> torch.Tensor:
 def _promote(program: Program) -> None:
     program._apply(_widest)
     replace_constants(program.graph, lambda v: _WIDEST.get(v, v) if isinstance(v, torch.dtype) else v)
-    for node in program.graph.nodes:
-        if op_name(node) in ("float", "half", "bfloat16"):
-            node.target = torch.ops.aten.to.dtype
-            node.args = (node.args[0], torch.float64)
+    _cast_to_double(program.graph)
     program.examples = [[_widest(t) for t in flat] for flat in program.examples]
     signature = type(program.signature).from_json(program.signature.to_json())
     signature.outputs.templates = program.signature.outputs.templates
@@ -127,11 +125,24 @@ def _promote(program: Program) -> None:
     drop_values(program)
 
 
+def _cast_to_double(graph: fx.Graph) -> None:
+    change_bodies(graph, _cast_to_double)
+    for node in graph.nodes:
+        if op_name(node) in ("float", "half", "bfloat16"):
+            node.target = torch.ops.aten.to.dtype
+            node.args = (node.args[0], torch.float64)
+
+
 def drop_values(program: Program) -> None:
     """Forget the shapes and dtypes of all nodes; they are computed again when needed."""
-    for node in program.graph.nodes:
-        node.meta.pop("val", None)
+    _drop_values(program.graph)
     program._forget_compiled()
+
+
+def _drop_values(graph: fx.Graph) -> None:
+    change_bodies(graph, _drop_values)
+    for node in graph.nodes:
+        node.meta.pop("val", None)
 
 
 def replace_constants(graph: fx.Graph, change) -> None:
@@ -144,5 +155,6 @@ def replace_constants(graph: fx.Graph, change) -> None:
             return {k: walk(v) for k, v in value.items()}
         return change(value)
 
+    change_bodies(graph, lambda body: replace_constants(body, change))
     for node in graph.nodes:
         node.args, node.kwargs = walk(node.args), walk(node.kwargs)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from .program import Program
-from .signature import InputSpec, size_of
+from .signature import InputSpec, filled, size_of
 
 
 def check_inputs(program: Program, count: int = 2) -> list[list[torch.Tensor]]:
@@ -17,11 +17,11 @@ def check_inputs(program: Program, count: int = 2) -> list[list[torch.Tensor]]:
     The first has the example's own sizes. Shapes that the graph does not accept are left out, so that a model with
     fixed sizes gives fewer sets, all of them different in batch where that is free.
     """
-    sets = [_resized(program, _plain_sizes(program), 0)]
+    sets = [resized(program, _plain_sizes(program))]
     for number, sizes in enumerate(_variants(_plain_sizes(program))):
         if len(sets) >= count:
             break
-        candidate = _resized(program, sizes, number + 1)
+        candidate = resized(program, sizes, number + 1)
         if accepts(program, candidate):
             sets.append(candidate)
     return sets
@@ -38,12 +38,18 @@ def accepts(program: Program, flat: list[torch.Tensor]) -> bool:
 
 
 def _plain_sizes(program: Program) -> dict[str, int]:
+    sizes = example_sizes(program)
+    return {**sizes, "past": 0} if "past" in sizes else sizes
+
+
+def example_sizes(program: Program) -> dict[str, int]:
+    """The named sizes of the example."""
     sizes = {}
     for spec, example in zip(program.inputs, program.signature.complete(program.examples[0]), strict=True):
         for dim, size in zip(spec.shape, example.shape, strict=True):
             if isinstance(dim, str) and "+" not in dim:
                 sizes[dim] = int(size)
-    return {**sizes, "past": 0} if "past" in sizes else sizes
+    return sizes
 
 
 def _variants(sizes: dict[str, int]):
@@ -58,7 +64,8 @@ def _variants(sizes: dict[str, int]):
         yield {**sizes, name: max(2, sizes[name] * 3 // 5)}
 
 
-def _resized(program: Program, sizes: dict[str, int], seed: int) -> list[torch.Tensor]:
+def resized(program: Program, sizes: dict[str, int], seed: int = 0) -> list[torch.Tensor]:
+    """The example at other named sizes; another order for each seed."""
     examples = program.signature.complete(program.examples[0])
     shift = [e for e, s in zip(examples, program.inputs, strict=True) if s.fill is None]
     return [
@@ -71,8 +78,7 @@ def _one(spec: InputSpec, example: torch.Tensor, sizes: dict[str, int], seed: in
     if spec.fill == "positions":
         return torch.arange(shape[-1], dtype=spec.dtype).expand(shape).contiguous()
     if spec.fill is not None:
-        make = torch.zeros if spec.fill == "empty" else torch.ones
-        return make(shape, dtype=spec.dtype, device=example.device)
+        return filled(spec, shape, example.device)
     if seed and example.dim() and isinstance(spec.shape[0], str) and example.shape[0]:
         example = example.roll(seed, 0)
     if (

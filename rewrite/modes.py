@@ -7,6 +7,8 @@ recorded in train mode too and matched one to one with those of the graph.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from torch import fx
 from torch._subclasses.schema_check_mode import SchemaCheckMode
 
 from .capture import Call, buffers_kept, invoke, reference_mode
+from .control import change_bodies, every_node
 from .dataflow import op_name
 from .errors import UsageError
 from .structure import flatten
@@ -26,6 +29,9 @@ _NORM = {"batch_norm": 5, "instance_norm": 5}
 
 _SWITCHES = {"p", "dropout", "dropout_p", "train", "training"}
 """Arguments that follow the mode. Others may differ too, because models ask whether they are being traced."""
+
+_ALIKE = 1e-2
+"""Largest difference in train mode relative to the rms of an output; another mask or noise changes about all of it."""
 
 _Arguments = dict[str, Any]
 
@@ -88,24 +94,62 @@ def record_modes(program, reference) -> None:
         changed = {k: [v, trained[k]] for k, v in traced.items() if k in _SWITCHES and v != trained[k]}
         if changed and not (op_name(node) in _DROPOUT and set(changed) == {"train"}):
             node.meta[MODES] = changed
+    _compare(program, flat, _run(reference, flat)[1])
 
 
-def _run(reference, flat: list[torch.Tensor], coin: float) -> tuple[_Draws, list[torch.Tensor]]:
-    """One call in train mode: what was drawn, and the flat outputs. Scalars that are drawn come out as ``coin``."""
+def _compare(program, flat: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+    """Run the graph in train mode with the random numbers of the source model: it may do there what no op shows (masks
+    that another library draws, another formula)."""
+    graph = program.graph
+    try:
+        switch(graph, True)
+    except UsageError:
+        return  # BatchNorm: refused when train mode is asked for
+    program._forget_compiled()
+    with _drawing_alike(program.parameters()), torch.no_grad():
+        got = program.run_flat([t.clone() for t in flat])
+    switch(graph, False)
+    program._forget_compiled()
+    for name, one, other in zip(program.output_names, got, wanted, strict=True):
+        if one.shape != other.shape or not other.is_floating_point():
+            alike = torch.equal(one, other)
+        else:
+            size = other.double().square().mean().sqrt()
+            limit = _ALIKE * size * (1 if torch.finfo(other.dtype).bits >= 32 else 10)
+            alike = bool(((one.double() - other.double()).abs() <= limit).all()) or torch.equal(one, other)
+        if not alike:
+            graph.output_node().meta[EVAL_ONLY] = (
+                f"with the same random numbers `{name}` of the source model is another one in train mode"
+            )
+            return
+
+
+def _run(reference, flat: list[torch.Tensor], coin: float | None = None) -> tuple[_Draws, list[torch.Tensor]]:
+    """One call in train mode: what was drawn, and the flat outputs. Scalars that are drawn come out as ``coin``.
+
+    Without a coin nothing is recorded, and layers draw as they always do: recording takes some of them apart.
+    """
     from torch._dispatch.python import enable_python_dispatcher
 
     call = Call(reference.structure.rebuild([t.clone() for t in flat]), reference.positions)
-    devices = {t.device for t in reference.model.parameters() if t.device.type == "cuda"}
-    model = reference.model
-    with (
-        torch.random.fork_rng(devices=devices),
-        torch.no_grad(),
-        buffers_kept(model),
-        reference_mode(model, train=True),
-    ):
+    model, draws = reference.model, _Draws(coin or 0.0)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_drawing_alike(model.parameters()))
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(buffers_kept(model))
+        stack.enter_context(reference_mode(model, train=True))
+        if coin is not None:
+            stack.enter_context(enable_python_dispatcher())
+            stack.enter_context(draws)
+        return draws, flatten(invoke(model, call))[0]
+
+
+@contextlib.contextmanager
+def _drawing_alike(parameters) -> Iterator[None]:
+    """The same random numbers at every entry; the caller's are not used up."""
+    with torch.random.fork_rng(devices={p.device for p in parameters if p.device.type == "cuda"}):
         torch.manual_seed(0)
-        with enable_python_dispatcher(), _Draws(coin) as draws:
-            return draws, flatten(invoke(reference.model, call))[0]
+        yield
 
 
 def switch(graph: fx.Graph, train: bool) -> None:
@@ -116,6 +160,7 @@ def switch(graph: fx.Graph, train: bool) -> None:
     """
     if train:
         refuse_train(graph)
+    change_bodies(graph, lambda body: switch(body, train))
     for node in graph.nodes:
         for name, values in node.meta.get(MODES, {}).items():
             _set_argument(node, name, values[train])
@@ -125,7 +170,7 @@ def switch(graph: fx.Graph, train: bool) -> None:
 
 def refuse_train(graph: fx.Graph) -> None:
     """See :func:`switch`."""
-    for node in graph.nodes:
+    for node in every_node(graph):
         name = op_name(node)
         if name in _NORM and node.args[_NORM[name]] is not True:
             stack = list(node.meta.get("nn_module_stack", {}).values())

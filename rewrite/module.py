@@ -14,11 +14,12 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import checkpoint as run_again
 
+from .control import copy_graph
 from .errors import UsageError
 from .modes import refuse_train, switch
 from .normalize import fetch
 from .partition import Part, partition
-from .program import _keep_autocast_off, copy_graph
+from .program import suit_autocast
 
 UNOWNED = "hcx_blocks"
 """Module that runs the blocks whose weights do not lie together; it holds none itself."""
@@ -156,7 +157,7 @@ class Segment:
         if ambient not in self._functions:
             graph = copy_graph(self.graph)
             if ambient:
-                _keep_autocast_off(graph)
+                suit_autocast(graph)
             code = graph.python_code("self")
             scope = dict(code.globals)
             exec(compile(code.src, f"<hcx {self.part.block or 'between blocks'}>", "exec"), scope)

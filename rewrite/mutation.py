@@ -13,6 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import fx
 
+from .control import Control
 from .dataflow import op_name, shape
 from .errors import PlanError
 
@@ -233,6 +234,8 @@ def _arguments(node: fx.Node) -> Iterator[tuple]:
 def _aliased(node: fx.Node) -> fx.Node | None:
     """The argument whose storage the result may share."""
     if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+        if isinstance(node.args[0].target, Control):
+            return node.args[0].target.shared(node.args[0].args, node.args[1])
         return node.args[0] if _aliased(node.args[0]) is not None else None
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return None

@@ -11,8 +11,9 @@ from collections.abc import Iterable
 import torch
 from torch import fx
 
+from .control import Cond, copy_graph
 from .errors import TraceError
-from .mutation import functional
+from .mutation import functional, mutated
 
 WRAPPER = "m"
 """Attribute of the tracing wrapper that holds the user's model."""
@@ -42,6 +43,7 @@ def _flat(exported: torch.export.ExportedProgram, input_names: list[str]) -> tup
     graph.set_codegen(fx.graph.CodeGen())
     _inline_subgraphs(module, graph)
     _drop_assertions(graph)
+    _take_branches(module, graph)
     _flatten_output(graph)
     functional(graph)
     state = _state(module)
@@ -81,6 +83,33 @@ def _drop_assertions(graph: fx.Graph) -> None:
         name = getattr(node.target, "_opname", None) if node.op == "call_function" else None
         if name in _ASSERTIONS or (node.op == "call_module" and node.target == "_guards_fn"):
             graph.erase_node(node)
+
+
+def _take_branches(module: torch.nn.Module, graph: fx.Graph) -> None:
+    """The model's own ``torch.cond`` as :class:`~hcx.rewrite.control.Cond`."""
+    for node in list(graph.nodes):
+        if node.target is not torch.ops.higher_order.cond:
+            continue
+        predicate, *fetched, operands = node.args
+        bodies = []
+        for source in fetched:
+            inner = fetch(module, source.target)
+            _inline_subgraphs(inner, inner.graph)
+            body = copy_graph(inner.graph)
+            _drop_assertions(body)
+            _flatten_output(body)
+            functional(body)
+            if any(n.op not in ("placeholder", "call_function", "output") or mutated(n) for n in body.nodes) or any(
+                n.target is torch.ops.higher_order.cond for n in body.nodes
+            ):
+                raise TraceError("a branch of torch.cond holds tensors, writes in place or branches again",
+                                 where=node.name, hint="pass the tensors as operands, with one torch.cond")  # fmt: skip
+            for inside in body.nodes:
+                _clean_meta(inside)
+            bodies.append(body)
+        node.target, node.args = Cond(*bodies), (predicate, *operands)
+        for source in fetched:
+            graph.erase_node(source)
 
 
 def _flatten_output(graph: fx.Graph) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from .program import Program, copy_graph
+from .control import copy_graph
+from .program import Program
 
 
 def observe(program: Program, nodes: list[fx.Node], inputs: list[torch.Tensor]) -> list[torch.Tensor]:

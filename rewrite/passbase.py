@@ -23,15 +23,21 @@ class Pass:
         name: name in pipeline strings; equal to its key in the registry.
         rank: place in the default order (hc 10, looped 20, gates 30, exits 40, adapters 50, sparsify 60, quantize 70);
             a pass may not follow one of a higher rank. None goes anywhere.
+        aliases: other names of options that are read, never written.
     """
 
     name: ClassVar[str]
     rank: ClassVar[int | None] = None
+    aliases: ClassVar[dict[str, str]] = {}
 
     @classmethod
     def place(cls) -> int | None:
         """Place in the default order: ``rank``, unless the pass has an option of that name."""
         return cls.rank
+
+    def order(self) -> int | None:
+        """Place of this pass with its options; larger than :meth:`place` where they hide what other passes look for."""
+        return self.place()
 
     def plan(self, program: Program) -> PassPlan:
         """What would be done. Pure: the Program is not changed."""

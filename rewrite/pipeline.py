@@ -10,6 +10,7 @@ from typing import Any
 from torch import fx
 
 from . import registry, spec
+from .control import copy_graph
 from .editor import Editor
 from .errors import NoMatchError, PlanError
 from .mutation import check_hazards
@@ -57,13 +58,13 @@ def check_order(program: Program, steps: list[Pass]) -> None:
     done = [(e["pass"], e.get("rank")) for e in program.history]
     for step in steps:
         for name, rank in done:
-            if rank is not None and (place := step.place()) is not None and place < rank:
+            if rank is not None and (place := step.order()) is not None and place < rank:
                 raise PlanError(
                     f"`{step.name}` cannot follow `{name}`",
                     where="pipeline order",
                     hint=f"put {step.name} before {name}: {name} reads what {step.name} changes",
                 )
-        done.append((step.name, step.place()))
+        done.append((step.name, step.order()))
 
 
 def plan(program: Program, what: Any) -> Plan:
@@ -75,8 +76,6 @@ def plan(program: Program, what: Any) -> Plan:
 
 def fork(program: Program) -> Program:
     """A Program with a graph of its own over the same tensors."""
-    from .program import copy_graph
-
     new = Program._build(
         copy_graph(program.graph),
         _same_tensors(program),
@@ -155,7 +154,7 @@ def walk(
             _apply(step, program, pass_plan, editor, given is not None)
             _tidy(program)
             check_hazards(program.graph, step.name)
-        program.history.append({"pass": step.name, "rank": step.place()})
+        program.history.append({"pass": step.name, "rank": step.order()})
         seen(step, pass_plan, editor)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ import hcx.kernels  # noqa: F401  registers the ops that graphs may hold
 import torch
 from torch import fx
 
+from .control import as_operators, change_bodies, copy_graph, prune
 from .copies import copied
 from .normalize import fetch, set_tensor
 from .signature import CallSignature, InputSpec
@@ -111,7 +113,7 @@ class Program(torch.nn.Module):
         if (taps, ambient) not in self._compiled:
             graph = self._executable(taps)
             if ambient:
-                _keep_autocast_off(graph)
+                suit_autocast(graph)
             code = graph.python_code("self")
             scope = dict(code.globals)
             exec(compile(code.src, f"<hcx {self.signature.model}>", "exec"), scope)
@@ -124,7 +126,7 @@ class Program(torch.nn.Module):
         if not taps:
             output = graph.output_node()
             output.args = (tuple(output.args[0])[: len(self.output_names)],)
-            graph.eliminate_dead_code(is_impure_node=_impure)
+            prune(graph, _impure)
         return graph
 
     def flat_module(self, taps: bool = False) -> fx.GraphModule:
@@ -132,7 +134,8 @@ class Program(torch.nn.Module):
         from .values import fake_mode_of
 
         fake_mode_of(self)
-        graph, root = self._executable(taps), self._root
+        graph = self._executable(taps)
+        root = as_operators(graph, self._root)
         if any(hasattr(fx.GraphModule, n) for n in (*root._modules, *root._parameters, *root._buffers)):
             holder = torch.nn.Module()  # a model may call a layer `graph` or `code`
             holder.add_module("model", root)
@@ -313,12 +316,26 @@ class Program(torch.nn.Module):
         self.origin[name] = added_by
 
 
-def _keep_autocast_off(graph: fx.Graph) -> None:
-    """Run what the model computes with autocast off (rotary angles) that way under the caller's autocast."""
+def suit_autocast(graph: fx.Graph) -> None:
+    """Make a copy of a graph ready for the caller's autocast.
+
+    What the model computes with autocast off (rotary angles) stays so. A mask filled with the least number of the dtype
+    that was traced is filled with the least one of the dtype that autocast gives, as the model would.
+    """
+    change_bodies(graph, suit_autocast)
     for node in graph.nodes:
         tag = (node.meta.get("custom") or {}).get("hcx", {})
         if tag.get("autocast") == "off" and isinstance(node.target, torch._ops.OpOverload):
             node.target = _plainly(node.target)
+        elif node.target is torch.ops.aten.masked_fill.Scalar:
+            node.target = _fill
+
+
+def _fill(values: torch.Tensor, mask: torch.Tensor, value: float) -> torch.Tensor:
+    if values.is_floating_point() and not math.isinf(value):
+        limits = torch.finfo(values.dtype)
+        value = min(max(value, limits.min), limits.max)
+    return torch.ops.aten.masked_fill.Scalar(values, mask, value)
 
 
 def _plainly(op: Callable) -> Callable:
@@ -339,13 +356,3 @@ def is_mutation(node: fx.Node) -> bool:
     """Whether an op writes to one of its arguments."""
     schema = getattr(node.target, "_schema", None)
     return bool(schema is not None and schema.is_mutable)
-
-
-def copy_graph(graph: fx.Graph) -> fx.Graph:
-    """A graph with the same nodes, names and metadata (metadata dictionaries are copied, values are shared)."""
-    new = fx.Graph()
-    mapping: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        mapping[node] = new.node_copy(node, mapping.__getitem__)
-        mapping[node].meta = dict(node.meta)
-    return new

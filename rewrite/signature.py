@@ -26,7 +26,8 @@ class InputSpec:
         dtype: dtype when traced.
         shape: one entry a dimension; equal names are equal sizes.
         fill: what an omitted input is filled with: ``ones`` (masks), ``positions`` (past, past+1, ...), ``empty``
-            (caches of length 0, and zeros for states of fixed size), or None when it must be given.
+            (caches of length 0, and zeros for states of fixed size), ``=3`` (that number), or None when it must be
+            given.
     """
 
     name: str
@@ -47,6 +48,7 @@ class InputSpec:
         dtype = getattr(torch, data["dtype"])
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"{data['dtype']!r} is not a dtype")
+        number_of(data["fill"])
         return InputSpec(data["name"], dtype, tuple(data["shape"]), data["fill"])
 
 
@@ -75,6 +77,7 @@ class CallSignature:
         others: arguments of ``forward`` that the trace did not use, with their defaults (as text).
         inputs: the flat inputs.
         outputs: structure of the model's output over the flat outputs.
+        limits: least and largest size of named dimensions beyond which the graph is not the model; None for an open end.
     """
 
     model: str
@@ -83,6 +86,7 @@ class CallSignature:
     inputs: list[InputSpec]
     outputs: Structure
     notes: list[str] = field(default_factory=list)
+    limits: dict[str, list[int | None]] = field(default_factory=dict)
 
     def bind(self, args: tuple, kwargs: dict) -> list[torch.Tensor]:
         """Flat inputs of a call.
@@ -100,6 +104,8 @@ class CallSignature:
             indices = list(tensor_indices(argument.spec))
             if argument.name in given and not (argument.fill and given[argument.name] is None):
                 value = given[argument.name]
+                if isinstance(value, int) and [number_of(self.inputs[i].fill) for i in indices] not in ([], [None]):
+                    value = torch.tensor(value)
                 for index, tensor in zip(indices, extract(argument.spec, value, argument.name), strict=True):
                     flat[index] = tensor
             elif not argument.fill and indices:
@@ -239,6 +245,7 @@ class CallSignature:
                     sizes[unknown[0]] = max(0, tensor.shape[axis] - known)
         if "past" in self.dims:
             sizes.setdefault("past", 0)
+        self.refuse(sizes)
         for spec, tensor in zip(self.inputs, flat, strict=True):
             for axis, dim in enumerate(spec.shape if tensor is not None else ()):
                 if isinstance(dim, str) and "+" in dim and tensor.shape[axis] != size_of(dim, sizes):
@@ -247,6 +254,22 @@ class CallSignature:
                         where=spec.name,
                     )
         return sizes
+
+    def refuse(self, sizes: dict[str, int]) -> None:
+        """Refuse sizes for which the model decides otherwise than it did for the example.
+
+        Raises:
+            UsageError: named dimension beyond its limits.
+        """
+        for name, (least, largest) in self.limits.items():
+            size = sizes.get(name)
+            if size is not None and not (least or 0) <= size <= (largest or size):
+                span = f"{least or 1} to {largest}" if largest else f"{least} and more"
+                raise UsageError(
+                    f"`{name}` is {size}, and this graph is {self.model} for {span} only: the model decides by that size",
+                    where=name,
+                    hint=f"trace the model with an example where `{name}` is {size}",
+                )
 
     @property
     def dims(self) -> list[str]:
@@ -271,6 +294,7 @@ class CallSignature:
             "inputs": [i.to_json() for i in self.inputs],
             "outputs": self.outputs.to_json(),
             "notes": self.notes,
+            "limits": self.limits,
         }
 
     @staticmethod
@@ -282,6 +306,7 @@ class CallSignature:
             [InputSpec.from_json(i) for i in data["inputs"]],
             Structure.from_json(data["outputs"]),
             list(data["notes"]),
+            dict(data.get("limits", {})),
         )
 
 
@@ -309,5 +334,16 @@ def _filled(spec: InputSpec, sizes: dict[str, int], flat: list) -> torch.Tensor:
     if spec.fill == "positions":
         start = sizes.get("past", 0)
         return torch.arange(start, start + shape[-1], device=first.device, dtype=spec.dtype).expand(shape).contiguous()
-    make = torch.zeros if spec.fill == "empty" else torch.ones
-    return make(shape, dtype=spec.dtype, device=first.device)
+    return filled(spec, shape, first.device)
+
+
+def filled(spec: InputSpec, shape: list[int], device: torch.device) -> torch.Tensor:
+    """What stands for an input that is left out, positions apart."""
+    number = number_of(spec.fill)
+    value = number if number is not None else int(spec.fill == "ones")
+    return torch.full(shape, value, dtype=spec.dtype, device=device)
+
+
+def number_of(fill: str | None) -> int | None:
+    """The number behind a fill like ``=3``."""
+    return int(fill[1:]) if fill is not None and fill.startswith("=") else None

@@ -77,7 +77,10 @@ def build(cls: type, options: dict[str, Any]) -> Any:
     fields = {f.name: f for f in dataclasses.fields(cls)}
     hints = typing.get_type_hints(cls)
     values = {}
-    for name, raw in options.items():
+    for given, raw in options.items():
+        name = cls.aliases.get(given, given)
+        if name in values:
+            raise UsageError(f"option `{name}` of pass `{cls.name}` is given twice", where=given)
         if name not in fields:
             near = difflib.get_close_matches(name, fields, 1)
             raise UsageError(

@@ -220,9 +220,16 @@ load(root / "base.hcx").rewrite(plan, check=False).save(root / "out.hcx")
 
 def _snapshot(program: Program) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
     """Graph without the symbol names of its shapes, and a copy of every tensor."""
-    data = graph_text.to_json(program.graph)
+    data = _without_shapes(graph_text.to_json(program.graph))
+    return [*data["nodes"], {"stacks": data["stacks"]}], {n: t.detach().clone() for n, t in program.named_tensors()}
+
+
+def _without_shapes(data: dict[str, Any]) -> dict[str, Any]:
     nodes = [{k: v for k, v in n.items() if k not in ("shape", "dtype")} for n in data["nodes"]]
-    return [*nodes, {"stacks": data["stacks"]}], {n: t.detach().clone() for n, t in program.named_tensors()}
+    for node in nodes:
+        if "bodies" in node:
+            node["bodies"] = [_without_shapes(body) for body in node["bodies"]]
+    return {**data, "nodes": nodes}
 
 
 def _assert_same(got: Any, expected: Any, message: str) -> None:

@@ -41,6 +41,8 @@ from .capture import (
 from .collection import young_only
 from .dataflow import op_name
 from .errors import HcxError, TraceError
+from .inputs import example_sizes, resized
+from .limits import find_limits
 from .modes import record_modes
 from .mutation import Aliases, mutated
 from .normalize import flat_graph
@@ -260,6 +262,7 @@ def _trace_once(model: torch.nn.Module, attempt: _Attempt, others: dict[str, str
         reference.outputs = outputs
     program = Program._build(graph, root, signature, examples=[[t.detach().clone() for t in flat]], reference=reference)
     _must_agree(program, reference, attempt)
+    signature.limits = _limits(program, reference, _input_values(exported), shapes)
     record_modes(program, reference)
     _free_constants(model, call, outputs, arguments)
     return program
@@ -453,12 +456,7 @@ def _exported_shapes(
     exported, names: list[str], fills: dict[str, str], taken: set[str] = frozenset()
 ) -> list[tuple[int | str, ...]]:
     """Dimension expressions of the flat inputs from torch.export's symbols, with readable names that are not taken."""
-    placeholders = {n.name: n for n in exported.graph.nodes if n.op == "placeholder"}
-    user = [
-        placeholders[s.arg.name].meta["val"]
-        for s in exported.graph_signature.input_specs
-        if s.kind.name == "USER_INPUT"
-    ]
+    user = _input_values(exported)
     symbols: dict[str, str] = {}
     shapes = []
     for name, value in zip(names, user, strict=True):
@@ -477,12 +475,39 @@ def _exported_shapes(
     return shapes
 
 
+def _input_values(exported) -> list:
+    """The fake tensors of the flat inputs."""
+    placeholders = {n.name: n for n in exported.graph.nodes if n.op == "placeholder"}
+    specs = exported.graph_signature.input_specs
+    return [placeholders[s.arg.name].meta["val"] for s in specs if s.kind.name == "USER_INPUT"]
+
+
 def _dim_name(name: str, axis: int, value: Any, taken: set[str]) -> str:
     if axis == 0 and "batch" not in taken:
         return "batch"
     if axis == 1 and value.dim() == 2 and not value.dtype.is_floating_point and "sequence" not in taken:
         return "sequence"
     return f"{name.replace('.', '_').replace('+', '_')}_{axis}"
+
+
+def _limits(program: Program, reference: EagerReference, values: list, shapes: list) -> dict[str, list]:
+    """Limits of the named sizes, see :mod:`hcx.rewrite.limits`; none are known of a model without values."""
+
+    def agrees(sizes: dict[str, int]) -> bool:
+        flat = resized(program, sizes)
+        try:
+            expected = reference([t.clone() for t in flat])
+        except Exception:  # whatever a model raises at a size it does not take: nobody will ask for it
+            return True
+        try:
+            with torch.no_grad():
+                return all(map(close, program.run_flat([t.clone() for t in flat]), expected))
+        except (RuntimeError, IndexError, ValueError):
+            return False
+
+    if any(t.is_meta for t in program.parameters()):
+        return {}
+    return find_limits(values, shapes, example_sizes(program), agrees)
 
 
 def _must_agree(program: Program, reference: EagerReference, attempt: _Attempt) -> None:

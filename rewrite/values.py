@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+from .control import Control
 from .normalize import fetch
 from .signature import size_of
 
@@ -30,7 +32,7 @@ def propagate(program) -> FakeTensorMode:
     examples = program.signature.complete(program.examples[0])
     sizes = _symbols(program, mode, examples)
     inputs = iter(zip(program.inputs, examples, strict=True))
-    with mode, torch.no_grad():
+    with mode, torch.no_grad(), enable_python_dispatcher():  # without it addcmul and lerp fail on symbolic sizes
         for node in program.graph.nodes:
             if node.op == "placeholder":
                 spec, example = next(inputs)
@@ -40,7 +42,10 @@ def propagate(program) -> FakeTensorMode:
                 values[node] = stand_in(program, mode, node.target)
             elif node.op == "call_function":
                 args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
-                values[node] = node.target(*args, **kwargs)
+                if isinstance(node.target, Control):
+                    node.target, values[node] = node.target.fill(args)
+                else:
+                    values[node] = node.target(*args, **kwargs)
             else:
                 continue
             node.meta["val"] = values[node]

@@ -160,5 +160,6 @@ def test_every_option_is_documented():
     }
     own = [p for p in entry_points(group=registry.GROUP) if p.value.startswith(BUILT_IN)]
     real = {(p.name, f.name) for p in own for f in dataclasses.fields(registry.get(p.name))}
+    real |= {(p.name, alias) for p in own for alias in registry.get(p.name).aliases}
     assert real - told == set(), "options without a line in docs/names.md"
     assert told - real == set(), "docs/names.md names options that no pass has"

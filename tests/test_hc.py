@@ -145,11 +145,13 @@ def test_another_number_of_streams_and_a_saved_program(tmp_path):
         assert torch.equal(load(tmp_path / "a.hcx")(*args), got)
 
 
-def test_static_hc_equals_the_pypi_package():
-    """Its alpha is ``[A_m | A_r]`` with ``H_ij = (A_r)_ji``; it repeats the input and sums the streams at the end."""
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_hc_equals_the_pypi_package(dynamic):
+    """Its alpha is ``[A_m | A_r]`` with ``H_ij = (A_r)_ji``; it repeats the input and sums the streams at the end. Its
+    norm has ``gamma + 1`` and no epsilon; its dynamic part is always there, and 0 at the start."""
     package = pytest.importorskip("hyper_connections")
     model, args, program = traced("llama")
-    new = program.rewrite("hc", check=False)
+    new = program.rewrite("hc{dynamic=true,eps=1e-12}" if dynamic else "hc", check=False)
     randomise(new)
     values, n = new.new_parameters(), 4
     with torch.no_grad():
@@ -171,6 +173,12 @@ def test_static_hc_equals_the_pypi_package():
             read, mix, write = (values[f"hcx.hc_0.0.{number}.{k}"] for k in ("read", "mix", "write"))
             layer.static_alpha.copy_(torch.cat([read[:, None], mix.T], 1))
             layer.static_beta.copy_(write)
+            if dynamic:
+                norm, weight, gates = (values[f"hcx.hc_0.0.{number}.{k}"] for k in ("norm", "projection", "gates"))
+                layer.norm.gamma.copy_(norm - 1)
+                layer.dynamic_alpha_fn.copy_(torch.cat([weight[:1], weight[2:]]).T)
+                layer.dynamic_beta_fn.copy_(weight[1])
+                layer.dynamic_alpha_scale.copy_(gates[0]), layer.dynamic_beta_scale.copy_(gates[1])
             streams = layer(streams)
         return head(reduce(streams))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -94,6 +95,28 @@ def test_ihc_is_that_of_transformers():
         mine = (read.unsqueeze(-1) * streams).sum(0)
     torch.testing.assert_close(write.movedim(0, -1), post, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(mine, collapsed, rtol=1e-4, atol=1e-5)
+
+
+def test_mhc_is_that_of_liger_kernel():
+    """It scales rows first and columns last: our map of transposed logits. Triton needs a GPU, or TRITON_INTERPRET=1."""
+    pytest.importorskip("triton")
+    ops = pytest.importorskip("liger_kernel.ops.mhc")
+    if not torch.cuda.is_available() and not os.environ.get("TRITON_INTERPRET"):
+        pytest.skip("no GPU, and triton does not interpret")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    values, streams, (read, mix, write) = site_of("mhc")
+    bias = torch.cat([values["read_bias"], values["write_bias"], values["mix_bias"]])
+    gates = [values[f"{k}_gate"][0] for k in ("read", "write", "mix")]
+    tensors = [t.contiguous().to(device) for t in (streams.movedim(0, 2), values["phi"].T, bias, *gates)]
+    with torch.no_grad():
+        pre, post, res = ops.LigerMHCCoeffsFunction.apply(*tensors, True, 20, 1e-7, 0.0, 0.0, 2.0)
+    torch.testing.assert_close(read.movedim(0, -1), pre.cpu(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(write.movedim(0, -1), post.cpu(), rtol=1e-5, atol=1e-5)
+    logits = values["mix_gate"] * torch.ops.hcx.stream_head(streams, values["phi"], 1e-7)[8:]
+    logits = (logits + values["mix_bias"][:, None, None]).unflatten(0, (4, 4))
+    torch.testing.assert_close(maps.sinkhorn(logits, 20), mix, rtol=1e-4, atol=1e-5)
+    turned = maps.sinkhorn(logits.transpose(0, 1), 20)
+    torch.testing.assert_close(turned.movedim((0, 1), (-1, -2)), res.cpu(), rtol=1e-4, atol=1e-5)
 
 
 # ---- invariants

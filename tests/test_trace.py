@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from hcx.rewrite import TraceError, UsageError, trace
+from hcx.rewrite import TraceError, UsageError, load, trace
 from torch import nn
 
 from tests.conftest import SHAPES, tiny_llama, token_ids
@@ -256,3 +256,49 @@ def test_a_failing_example_and_a_wrong_example_are_told_apart(llama):
         trace(llama.model, (llama.ids(2, 3),), {"no_such": 1, "input_ids": llama.ids(2, 3)})
     with pytest.raises(TraceError, match="itself fails"):
         trace(nn.Linear(4, 4), (torch.randn(2, 3),))
+
+
+# ---- sizes that the model decides by
+
+
+class Chunked(torch.nn.Module):
+    """A running sum over chunks of 8 tokens: the number of chunks is fixed while a graph is made."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        pad = (8 - x.shape[1] % 8) % 8
+        padded = torch.nn.functional.pad(self.inner(x), (0, 0, 0, pad))
+        state, parts = torch.zeros_like(padded[:, 0]), []
+        for i in range(padded.shape[1] // 8):
+            chunk = padded[:, 8 * i : 8 * i + 8]
+            parts.append(chunk + state.unsqueeze(1))
+            state = state + chunk.sum(1)
+        return torch.cat(parts, 1)[:, : x.shape[1]]
+
+
+def test_sizes_that_the_model_decides_by_are_limits(tmp_path):
+    model = Chunked().eval()
+    program = trace(model, (torch.randn(2, 11, 4),))
+    (name,) = program.signature.limits
+    assert program.signature.limits[name] == [None, 16]  # below, the second chunk is empty: nothing is wrong
+    program.save(tmp_path / "net.hcx")
+    for net in (program, load(tmp_path / "net.hcx")):
+        with torch.no_grad():
+            for length in (3, 8, 16):
+                x = torch.randn(3, length, 4)
+                assert torch.equal(net(x), model(x))
+        for length in (17, 40):
+            with pytest.raises(UsageError, match=f"is {length}, and this graph is Chunked for 1 to 16 only"):
+                net(torch.randn(3, length, 4))
+
+
+def test_guards_that_change_nothing_are_no_limits():
+    net = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3, stride=2), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten())
+    program = trace(net.eval(), (torch.randn(2, 3, 32, 32),))
+    assert not program.signature.limits
+    x = torch.randn(1, 3, 9, 70)
+    with torch.no_grad():
+        assert torch.equal(program(x), net(x))

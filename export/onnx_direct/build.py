@@ -58,7 +58,7 @@ def build(
     e = Emitter(opset, upcast, [*input_names, *output_names])
     graph = without_mutation(module.graph)
     inputs = _inputs(e, graph, input_names, input_dims)
-    walker = Walker(e, module, patterns.find(graph, opset) if fuse else {})
+    walker = Walker(e, module, (lambda g: patterns.find(g, opset)) if fuse else None)
     outputs = walker.run(graph, inputs)
     made = [_output(e, name, out) for name, out in zip(output_names, outputs, strict=True)]
     onnx_graph = ir.Graph(

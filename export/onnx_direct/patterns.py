@@ -5,7 +5,6 @@ A pattern returns ``{node: (emit, operands)}``; the inner nodes are emitted only
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,9 +14,9 @@ from .emitter import Emitter, Operand
 from .ops_attention import attention
 from .ops_norm import rms
 from .ops_shape import sliced
+from .walk import OUTER, Fused
 
 aten = torch.ops.aten
-Fused = dict[fx.Node, tuple[Callable, tuple]]
 _SAME = {
     aten.to.dtype,
     aten.to.dtype_layout,
@@ -47,7 +46,12 @@ def find(graph: fx.Graph, opset: int) -> Fused:
 
 def through(node: Any) -> Any:
     """The value itself, seen through copies and whole slices that change neither dtype nor shape."""
-    while isinstance(node, fx.Node) and node.op == "call_function" and node.target in _SAME:
+    while isinstance(node, fx.Node):
+        if node.op == "placeholder" and node.meta.get(OUTER) is not None:
+            node = node.meta[OUTER]
+            continue
+        if node.op != "call_function" or node.target not in _SAME:
+            break
         source = node.args[0]
         a, b = node.meta.get("val"), source.meta.get("val")
         if not (

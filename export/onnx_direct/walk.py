@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import operator
+from collections import ChainMap
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import onnx_ir as ir
@@ -12,7 +14,11 @@ from torch import fx
 from . import decompose, registry
 from .emitter import Emitter, Operand, onnx_dtype
 from .mutation import without_mutation
-from .symbols import Unsupported
+from .symbols import Unsupported, dim_text
+
+Fused = dict[fx.Node, tuple[Any, tuple]]
+OUTER = "hcx_outer"
+"""Key of ``meta`` of a body's placeholder: the node of the graph around it that it stands for."""
 
 
 class Walker:
@@ -21,18 +27,20 @@ class Walker:
     Args:
         e: where nodes go.
         module: holder of parameters, buffers and constants.
-        fused: nodes that a pattern replaces: node → (emit function, operand nodes).
+        find: nodes of a graph that a pattern replaces: node → (emit function, operand nodes).
     """
 
-    def __init__(self, e: Emitter, module: torch.nn.Module, fused: dict[fx.Node, tuple[Any, tuple]] | None = None):
-        self.e, self.module, self.fused = e, module, fused or {}
+    def __init__(self, e: Emitter, module: torch.nn.Module, find: Callable[[fx.Graph], Fused] | None = None):
+        self.e, self.module, self.find = e, module, find
+        self.fused: Fused = {}
         self.scope = ""
-        self.values: dict[fx.Node, Any] = {}
+        self.values: MutableMapping[fx.Node, Any] = {}
         self.weights: dict[str, Operand] = {}
 
     def run(self, graph: fx.Graph, inputs: list[Operand]) -> list[Operand]:
         """Emit the graph; returns its outputs in order."""
         remaining = iter(inputs)
+        self.fused = self.find(graph) if self.find else {}
         needed = self._needed(graph)
         for node in graph.nodes:
             if node.op == "placeholder":
@@ -77,6 +85,8 @@ class Walker:
             self.values[node] = self._value(node.args[0])[node.args[1]]
         elif node.target is torch.ops.higher_order.cond:
             self._branch(node)
+        elif node.target is torch.ops.higher_order.while_loop:
+            self._loop(node)
         elif node.op != "call_function":
             raise Unsupported(f"{node.op} {node.target}")
         else:
@@ -111,32 +121,62 @@ class Walker:
     def _branch(self, node: fx.Node) -> None:
         """torch.cond as If; the branches read outer values and weights directly."""
         predicate, chosen, other, inputs = (self._value(a) for a in node.args)
-        branches = [self._body(body, inputs) for body in (chosen, other)]
+        branches = []
+        for body in (chosen, other):
+            e = self.e.subgraph()
+            outputs = self._inside(e, body, inputs, list(node.args[3]))
+            branches.append(ir.Graph([], self._results(e, outputs), nodes=e.nodes, name=e.name("branch")))
         self._describe(node)
-        scalar = self.e.op("Reshape", predicate, self.e.const([], torch.int64)) if predicate.rank else predicate
-        made = self.e.op("If", scalar, outputs=len(self.e.outs), then_branch=branches[0], else_branch=branches[1])
-        self._store(
-            node,
-            list(made)
-            if isinstance(node.meta["val"], list | tuple) and len(self.e.outs) > 1
-            else [made]
-            if isinstance(node.meta["val"], list | tuple)
-            else made,
-        )
+        made = self.e.op("If", self._scalar(self.e, predicate), outputs=len(self.e.outs), then_branch=branches[0],
+                         else_branch=branches[1])  # fmt: skip
+        self._store(node, [made] if len(self.e.outs) == 1 and isinstance(node.meta["val"], list | tuple) else made)
 
-    def _body(self, module: fx.GraphModule, inputs: list[Operand]) -> ir.Graph:
-        """One branch as an ONNX graph; each output is a value of its own."""
-        inner = Walker(self.e.subgraph(), module)
-        inner.weights = self.weights
-        outputs = inner.run(without_mutation(module.graph), inputs)
-        e = inner.e
+    def _loop(self, node: fx.Node) -> None:
+        """torch.while_loop as Loop without a trip count: each iteration ends by asking whether there is another."""
+        condition, body, carried, others = (self._value(a) for a in node.args)
+        outer = [None] * len(carried) + list(node.args[3])  # what is carried is another value in each iteration
+        first = self._scalar(self.e, self._inside(self.e, condition, [*carried, *others], outer)[0])
+        e = self.e.subgraph()
+        name = e.name("loop")
+        inputs = [ir.Value(name=f"{name}.{i}", type=ir.TensorType(onnx_dtype(e.dtype(o.dtype))),
+                           shape=ir.Shape([dim_text(s) for s in o.shape])) for i, o in enumerate(carried)]  # fmt: skip
+        state = [Operand(v, o.dtype, o.shape) for v, o in zip(inputs, carried, strict=True)]
+        outputs = self._inside(e, body, [*state, *others], outer)
+        again = self._scalar(e, self._inside(e, condition, [*outputs, *others], outer)[0])
+        results = self._results(e, [Operand(again, torch.bool, ()), *outputs])
+        count, more = (ir.Value(name=f"{name}.{n}", type=ir.TensorType(t), shape=ir.Shape([]))
+                       for n, t in (("iteration", ir.DataType.INT64), ("more", ir.DataType.BOOL)))  # fmt: skip
+        graph = ir.Graph([count, more, *inputs], results, nodes=e.nodes, name=name)
+        self._describe(node)
+        made = self.e.op("Loop", None, first, *carried, outputs=len(carried), body=graph)
+        self._store(node, made if len(carried) > 1 else [made])
+
+    @staticmethod
+    def _scalar(e: Emitter, operand: Operand) -> ir.Value:
+        """A single bool without dimensions."""
+        return e.op("Reshape", operand, e.const([], torch.int64)) if operand.rank else operand.value
+
+    def _inside(
+        self, e: Emitter, module: fx.GraphModule, inputs: list[Operand], outer: list[fx.Node | None]
+    ) -> list[Operand]:
+        """Emit a body; it reads outer values and weights directly, and patterns see where they come from."""
+        inner = Walker(e, module, self.find)
+        inner.weights, inner.values = self.weights, ChainMap({}, self.values)
+        graph = without_mutation(module.graph)
+        for placeholder, node in zip(graph.find_nodes(op="placeholder"), outer, strict=True):
+            placeholder.meta[OUTER] = node
+        return inner.run(graph, inputs)
+
+    @staticmethod
+    def _results(e: Emitter, outputs: list[Operand]) -> list[ir.Value]:
+        """Results of a body; each is a value of its own."""
         made = []
         for out in outputs:
             node = ir.node("Identity", [out.value], name=e.name("Identity"))
             node.outputs[0].name, node.outputs[0].type = node.name, ir.TensorType(onnx_dtype(e.dtype(out.dtype)))
             e.nodes.append(node)
             made.append(node.outputs[0])
-        return ir.Graph([], made, nodes=e.nodes, name=e.name("branch"))
+        return made
 
     def _describe(self, node: fx.Node) -> None:
         """Tell translators what the node returns and where it is."""

@@ -49,6 +49,10 @@ class Exits(Pass):
             ``classifier`` pools it and has weights of its own; ``auto`` is shared where that fits, else classifier.
         score: ``max_prob`` or ``margin`` of the exit's softmax.
         threshold: leave where the score reaches it; None never leaves, which keeps the function bitwise.
+        form: ``select`` computes everything and selects; ``cond`` runs the blocks and the head after an exit only while
+            some position is still on the way, see :mod:`hcx.passes.exits.cond_form`.
+        kv: what the cache gets of blocks after a position's exit; None: what they compute anyway. ``propagate``: keys
+            and values from the stream at the exit, which ``cond`` needs where there is a cache.
         stack: label of the stack to read; default: the one the output is read from.
     """
 
@@ -59,7 +63,17 @@ class Exits(Pass):
     head: Literal["auto", "shared", "affine", "classifier"] = "auto"
     score: Literal["max_prob", "margin"] = "max_prob"
     threshold: float | None = None
+    form: Literal["select", "cond"] = "select"
+    kv: Literal["propagate"] | None = None
     stack: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.kv is not None and self.form == "select":
+            raise UsageError(f"exits{{kv={self.kv}}}: select computes every block", where="kv", hint="form=cond")
+
+    def order(self) -> int | None:
+        """Last where blocks move into branches: no other pass finds them there."""
+        return 90 if self.form == "cond" else self.rank
 
     def plan(self, program: Program) -> PassPlan:
         """One site an exit; the ones whose head does not fit are skipped with the reason."""
@@ -106,12 +120,23 @@ class Exits(Pass):
                 continue
             detail = {"stack": stack.label, "at": k, "head": head, "score": self.score, "threshold": self.threshold}
             plan.sites.append(Site(f"{stack.label}@{k}", "exit", detail))
+        self._check_form(program, stack, plan)
         width = value(stack.boundaries[-1].node).shape[-1]
         plan.estimate = {
             "heads": len(plan.sites),
             "new parameters": len(plan.sites) * (int(width) * (int(width) + 1) if head == "affine" else 0),
         }
         return plan
+
+    def _check_form(self, program: Program, stack: Stack, plan: PassPlan) -> None:
+        from . import cond_form
+
+        if self.form == "cond" and plan.sites:
+            places = [s.detail["at"] for s in plan.sites]
+            refused = cond_form.refusal(program, stack, _answer(program, stack), places, self.kv)
+            if refused is not None:
+                plan.sites = []
+                plan.skips.append(refused)
 
     def _head(self, program: Program, stack: Stack, places: tuple[int, ...], plan: PassPlan) -> str:
         if self.head != "auto":
@@ -137,6 +162,13 @@ class Exits(Pass):
         stack = find(program).stack(plan.sites[0].detail["stack"])  # once: heads look like blocks
         logits = _answer(program, stack)
         exits = [_Inserted(editor, program, stack, logits, site.detail) for site in plan.sites]
+        if self.form == "cond":
+            from . import cond_form
+
+            readers = _readers(program, stack, logits, False)
+            cond_form.insert(program, stack, editor, exits, logits, readers, hold=self.kv == "propagate",
+                             tap=lambda depth: self._add_taps(editor, exits, depth))  # fmt: skip
+            return
         if _selects_answer(stack, logits, plan.sites[0].detail["head"]):
             answer = logits
             candidates = [e.logits for e in exits]
@@ -152,6 +184,9 @@ class Exits(Pass):
                     _depth_of(entry.at, stack.depth), entry.fire, *([depth] if depth is not None else [])
                 )
         editor.redirect(answer, chosen, only=readers.__contains__)
+        self._add_taps(editor, exits, depth)
+
+    def _add_taps(self, editor: Editor, exits: list, depth: fx.Node) -> None:
         prefix = self.name if editor.number == 0 else f"{self.name}_{editor.number}"
         for entry in exits:
             editor.tap(f"{prefix}.{entry.at}.logits", entry.logits)

@@ -1,5 +1,6 @@
 """Hyper-connections."""
 
 from .hc import HyperConnections
+from .inspection import inspect_mixers
 
-__all__ = ["HyperConnections"]
+__all__ = ["HyperConnections", "inspect_mixers"]

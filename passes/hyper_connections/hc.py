@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 
 import torch
 from hcx.rewrite.contracts import Contract, Exact, Rounding
-from hcx.rewrite.dataflow import Dataflow, resolve, value
+from hcx.rewrite.dataflow import Dataflow, op_name, resolve, value
 from hcx.rewrite.editor import Editor
 from hcx.rewrite.errors import UsageError
 from hcx.rewrite.finder import find
@@ -25,7 +25,7 @@ from torch import fx
 from .inits import expand_start, is_power_of_two, reduce_start, site_start
 from .mixers import MIXERS, Coefficients
 from .mixers import Site as SiteOf
-from .spine import Link, is_post_norm, links, obstacle, tail
+from .spine import REGROUPINGS, Link, is_post_norm, links, obstacle, restrided, tail
 
 OPS = torch.ops.hcx
 
@@ -53,6 +53,7 @@ class HyperConnections(Pass):
 
     name: ClassVar[str] = "hc"
     rank: ClassVar[int | None] = 10
+    aliases: ClassVar[dict[str, str]] = {"hc_mult": "mult", "hc_sinkhorn_iters": "sinkhorn_iters"}
 
     mixer: Literal["hc", "ihc", "mhc", "mhc_lite", "ohc", "shc", "jpmhc"] = "hc"
     mult: int = 4
@@ -131,6 +132,8 @@ class HyperConnections(Pass):
                 resolve(a) is resolve(link.skip) for a in link.residual.add.args[:2]
             ):
                 detail["reordered"] = True  # (x + a) + b becomes x + (a + b)
+            if restrided(link):
+                detail["restrided"] = True  # streams are contiguous, and a convolution sums by the strides of its input
             plan.sites.append(Site(address, "residual", detail))
 
     def _problem(self, flow: Dataflow, stack: Stack) -> tuple[Reason, str] | None:
@@ -166,7 +169,8 @@ class HyperConnections(Pass):
         sites = plan.sites or ()
         system = MIXERS[self.mixer]
         exact = system.keeps_equal_streams(self) and (self.mixer == "hc" or system.reads_exactly(self.mult))
-        if exact and all(s.detail["init"] == "replicate" and not s.detail.get("reordered") for s in sites):
+        moved = any(s.detail.get("reordered") or s.detail.get("restrided") for s in sites)
+        if exact and not moved and all(s.detail["init"] == "replicate" for s in sites):
             return Exact()
         return Rounding(ROUNDING_PER_SITE * sqrt(len(sites)))
 
@@ -300,6 +304,8 @@ class _Spine:
         with self.editor.after(streams, role="carry"):
             self.editor.clone(path, mapping, role="carry")
         for node in path:
+            if op_name(node) in REGROUPINGS:  # of each stream alone
+                mapping[node].args = (mapping[node].args[0], [self.step.mult, *mapping[node].args[1]])
             self._new_value(mapping[node])
             self.streams[node] = mapping[node]
         return mapping[path[-1]]

@@ -18,7 +18,7 @@ import torch
 
 @dataclass(frozen=True)
 class Start:
-    """Coefficients of one site at the start; all ``[n]``."""
+    """Coefficients of one site at the start; all ``[n]``, in float64: rounded once, to the precision of the parameters."""
 
     read: torch.Tensor
     write: torch.Tensor
@@ -38,20 +38,20 @@ def is_power_of_two(n: int) -> bool:
 def expand_start(init: str, n: int) -> torch.Tensor:
     """How the first value enters the streams."""
     if init == "transport":
-        entry = expand_start("mean", n).double()
-        return (entry / (functional(n) @ entry)).float()
+        entry = expand_start("mean", n)
+        return entry / (functional(n) @ entry)
     if init != "mean":
-        return torch.ones(n)
-    return torch.tensor([1.3, 1.1, 0.9, 0.7]) if n == 4 else torch.linspace(1.3, 0.7, n)
+        return torch.ones(n, dtype=torch.float64)
+    return _vector([1.3, 1.1, 0.9, 0.7]) if n == 4 else torch.linspace(1.3, 0.7, n, dtype=torch.float64)
 
 
 def reduce_start(init: str, n: int) -> torch.Tensor:
     """How the streams become one value again."""
     if init == "transport":
-        return functional(n).float()
+        return functional(n)
     if init == "replicate" and not is_power_of_two(n):  # the mean of equal values would be rounded
-        return torch.nn.functional.one_hot(torch.tensor(0), n).float()
-    return torch.full((n,), 1.0 / n)
+        return _one_hot(0, n)
+    return torch.full((n,), 1.0 / n, dtype=torch.float64)
 
 
 def site_start(init: str, n: int, number: int) -> Start:
@@ -62,19 +62,26 @@ def site_start(init: str, n: int, number: int) -> Start:
             ``transport`` (W: another functional than the mean; everything has a gradient at once).
         n: number of streams.
     """
+    ones, mean = torch.ones(n, dtype=torch.float64), torch.full((n,), 1.0 / n, dtype=torch.float64)
     if init == "replicate":
-        if is_power_of_two(n):
-            return Start(torch.full((n,), 1.0 / n), torch.ones(n))
-        return Start(torch.nn.functional.one_hot(torch.tensor(number % n), n).float(), torch.ones(n))
+        return Start(mean if is_power_of_two(n) else _one_hot(number % n, n), ones)
     if init == "rotate":
-        read = torch.full((n,), 0.45 / (n - 1))
+        read = torch.full((n,), 0.45 / (n - 1), dtype=torch.float64)
         read[0] = 0.55
-        return Start(read.roll(number % n), torch.ones(n))
+        return Start(read.roll(number % n), ones)
     if init == "transport":
         w = functional(n)
-        basis = torch.linalg.qr(torch.stack([torch.ones(n, dtype=torch.float64), w], 1)).Q
-        change = site_start("mean", n, number).write.double() - 1
+        basis = torch.linalg.qr(torch.stack([ones, w], 1)).Q
+        change = site_start("mean", n, number).write - 1
         change = change - basis @ (basis.T @ change)  # sum b = n and w . b = 1 both stay
-        return Start(w.float(), (1 + change).float())
+        return Start(w, 1 + change)
     pattern = [0.4, -0.1, -0.4, 0.1] if n == 4 else [0.4 * math.cos(2 * math.pi * i / n) for i in range(n)]
-    return Start(torch.full((n,), 1.0 / n), 1 + torch.tensor(pattern).roll(number % n))
+    return Start(mean, 1 + _vector(pattern).roll(number % n))
+
+
+def _vector(values: list[float]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def _one_hot(index: int, n: int) -> torch.Tensor:
+    return torch.nn.functional.one_hot(torch.tensor(index), n).double()

@@ -13,6 +13,8 @@ _POINTWISE = {
     "to", "_to_copy", "alias", "contiguous", "clone", "detach", "mul", "add", "sub", "div", "neg", "pow", "rsqrt", "sqrt", "square", "abs",
 }  # fmt: skip
 _LAST_DIMS = {"layer_norm", "rms_norm", "native_layer_norm"}
+REGROUPINGS = {"view", "reshape", "_unsafe_view"}
+"""Rows in another arrangement where the last dimension stays: ``[B, S, C]`` as ``[B S, C]``, and back."""
 _REDUCTIONS = {"mean", "var", "amax", "sum"}
 _NONLINEAR = _LAST_DIMS | _REDUCTIONS | {"relu", "relu_", "gelu", "silu", "silu_", "tanh", "sigmoid", "pow", "rsqrt"}
 
@@ -80,13 +82,27 @@ def obstacle(flow: Dataflow, link: Link) -> str | None:
         ]
         if any(not flow.is_static(o) for o in others if o is not link.skip):
             return f"`{name}` also reads `{next(o.name for o in others if not flow.is_static(o))}`"
+        if name in REGROUPINGS and not _keeps_features(node):
+            return f"`{name}` does not keep the features of a row together"
         if name in _REDUCTIONS and not _negative_dims(node):
             return f"`{name}` does not reduce trailing dimensions only"
-        if name not in _POINTWISE | _LAST_DIMS | _REDUCTIONS or val is None:
+        if name not in _POINTWISE | _LAST_DIMS | _REDUCTIONS | REGROUPINGS or val is None:
             return f"`{name}` does not act on each row alone"
     if link.residual.projected:
         return "the shortcut has weights of its own"
     return None
+
+
+def restrided(link: Link) -> bool:
+    """Whether the stream is a picture ``[B, C, H, W]`` that does not lie in memory in that order (channels last)."""
+    val = value(link.skip)
+    last = val.stride()[-1] if val is not None and val.dim() > 3 else 1
+    return not (isinstance(last, int) and last == 1)
+
+
+def _keeps_features(node: fx.Node) -> bool:
+    before, after = value(node.args[0]), value(node)
+    return before is not None and len(after.shape) > 1 and before.shape[-1] == after.shape[-1]
 
 
 def _negative_dims(node: fx.Node) -> bool:

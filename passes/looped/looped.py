@@ -17,7 +17,7 @@ from hcx.rewrite.program import Program
 from hcx.rewrite.sites import Stack
 from torch import fx
 
-from . import sweep
+from . import runtime, sweep
 from .forms import NAMES, Form, form, is_neutral
 from .marks import close
 from .readouts import add_readouts
@@ -43,6 +43,8 @@ class Looped(Pass):
         gate: ``ouro`` taps the probability to stop after each iteration, a linear gate on its state, for training.
         cache: ``per_iteration`` gives every pass cache slots of its own, which decodes exactly; with ``last`` all passes
             read what the last one left of earlier tokens, an approximation that costs no more cache than the model.
+        runtime: take the number of passes as an input ``steps`` of the call, ``steps`` where it is left out; see
+            :mod:`hcx.passes.looped.runtime`.
         stack: label of the stack to loop, where a model has several; default: the one the output is read from.
     """
 
@@ -57,14 +59,25 @@ class Looped(Pass):
     readout: Literal["final", "steps"] = "final"
     gate: Literal["none", "ouro"] = "none"
     cache: Literal["per_iteration", "last"] = "per_iteration"
+    runtime: bool = False
     stack: str | None = None
 
     def __post_init__(self) -> None:
+        if self.runtime and self.steps < 2:
+            raise UsageError("looped{runtime=true,steps=1}: as it is called, it does not loop", where="steps",
+                             hint="give the usual number of steps; a call may pass steps=1")  # fmt: skip
         if self.steps < 1:
             raise UsageError(f"looped{{steps={self.steps}}}: at least one step is needed", where="steps")
         if isinstance(self.start, int) != (self.end is not None):
             raise UsageError(
                 "looped needs both start and end, or neither", where="start, end", hint="e.g. looped{start=12,end=16}"
+            )
+        plain = self.mix in ("input", "input_rms", "output") and (self.readout, self.gate) == ("final", "none")
+        if self.runtime and not (plain and self.cache == "per_iteration"):
+            raise UsageError(
+                "looped{runtime=true} takes mix=input, input_rms or output, without readouts, gate or shared cache",
+                where="runtime",
+                hint="leave runtime out, or the other options",
             )
         if self.mix == "full" and (self.scalar or self.start == "auto"):
             raise UsageError(
@@ -72,6 +85,10 @@ class Looped(Pass):
                 where="scalar" if self.scalar else "start",
                 hint="leave it out, or choose another mix",
             )
+
+    def order(self) -> int | None:
+        """After passes that look for blocks: they do not find the ones of the loop's body."""
+        return 80 if self.runtime else self.rank
 
     def plan(self, program: Program) -> PassPlan:
         """One window, or the reason why there is none."""
@@ -149,6 +166,9 @@ class Looped(Pass):
             )
             return
         loop = loop_of(program.graph, entry, exit_, cache_nodes(program))
+        if self.runtime and loop.caches:
+            plan.skips.append(Skip(address, Reason.UNSUPPORTED, runtime.CACHE))
+            return
         leaks = loop.leaks
         if self.cache == "last" and (state := next((n for n in loop.caches if not grows(program, n)), None)):
             plan.skips.append(
@@ -176,6 +196,7 @@ class Looped(Pass):
             "readout": self.readout,
             "gate": self.gate,
             "cache": self.cache,
+            **({"runtime": True} if self.runtime else {}),
         }
         plan.sites.append(Site(address, "window", detail))
         width = int(value(entry).shape[_axis(stack, entry)])
@@ -208,6 +229,9 @@ class Looped(Pass):
         label = f"{number}." if number else ""
         tensors = [editor.parameter(f"{label}{n}", t.to(**like)) for n, t in ways.parameters.items()]
         key = f"{self.name}_{editor.number}{f'.{number}' if number else ''}"
+        if detail.get("runtime"):
+            runtime.insert(program, editor, loop, ways.mix, tensors[0], detail["steps"], readers)
+            return
         state, last = exit_, max([exit_, *loop.nodes])
         states = [exit_]
         for step in range(2, detail["steps"] + 1):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from hcx.rewrite.finder import cache_nodes
 from hcx.rewrite.program import Program
 from hcx.rewrite.residuals import hcx_tag
 from torch import fx
@@ -94,7 +93,10 @@ def members(program: Program, mark: Mark) -> list[fx.Node]:
 def read_inside(program: Program, mark: Mark) -> list[fx.Node]:
     """Copies of later passes that are read from behind the loop (an exit inside the window) although its end is not."""
     own = {n for n, _ in mark.copies(program)}
-    slots = {n.meta.get("hcx_name", n.name).split(".")[1] for n in members(program, mark) if n in cache_nodes(program)}
+    inside = set(members(program, mark))
+    placeholders = [n for n in program.graph.nodes if n.op == "placeholder"]
+    specs = zip(placeholders, program.inputs, strict=True)
+    slots = {spec.name.split(".")[1] for n, spec in specs if n in inside and spec.fill == "empty"}
     output, names = program.graph.output_node(), [*program.output_names, *program.taps]
     pending = [
         n

@@ -1,0 +1,105 @@
+"""Sizes beyond which a traced graph is no longer the model: found from the decisions that torch.export took on sizes.
+
+A model that works through its tokens in chunks runs its loop as often as the example needed, and torch.export notes the
+number only as a guard, which a graph does not hold. A guard that other sizes break is a suspicion: the graph is run there,
+and what eager disagrees with becomes a limit of the signature.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from torch.utils._sympy.printers import PythonPrinter
+
+from .signature import Dim, size_of
+
+LARGEST = 4096
+"""Sizes up to here are looked at: all small ones, then powers of two and their neighbours."""
+
+Agrees = Callable[[dict[str, int]], bool]
+
+
+def find_limits(values: list, shapes: list[tuple[Dim, ...]], sizes: dict[str, int], agrees: Agrees) -> dict[str, list]:
+    """``{dimension: [least, largest]}`` of the named dimensions that have a limit; None for an open end.
+
+    Args:
+        values: the fake tensor of each flat input, as exported.
+        shapes: dimension expressions of the same.
+        sizes: named sizes of the example.
+        agrees: whether the graph gives what the source model gives at other named sizes.
+    """
+    symbols = {
+        str(size.node.expr): dim
+        for value, shape in zip(values, shapes, strict=True)
+        for size, dim in zip(value.shape, shape, strict=True)
+        if not isinstance(size, int) and size.node.expr.is_Symbol and isinstance(dim, str)
+    }
+    guards = list(_guards(values, symbols))
+    found: dict[str, list] = {}
+    known: dict[tuple[str, int], bool] = {}
+    for name, traced in sizes.items():
+
+        def holds(guard, size: int, name: str = name) -> bool:
+            return guard({s: size_of(dim, {**sizes, name: size}) for s, dim in symbols.items()})
+
+        def differs(size: int, name: str = name) -> bool:
+            if (name, size) not in known:
+                known[name, size] = not agrees({**sizes, name: size})
+            return known[name, size]
+
+        up = [s for s in _looked_at() if s > traced]
+        down = [s for s in reversed(_looked_at()) if s < traced]
+        for guard in guards:
+            if not holds(guard, traced):
+                continue
+            for end, tried in ((1, up), (0, down)):
+                last, broken = traced, next((s for s in tried if not holds(guard, s)), None)
+                if broken is None:
+                    continue
+                last = max((s for s in (traced, *up) if s < broken), default=traced) if end else min(
+                    (s for s in (traced, *down) if s > broken), default=traced
+                )  # fmt: skip
+                first = next(
+                    s for s in range(last, broken + (1 if end else -1), 1 if end else -1) if not holds(guard, s)
+                )
+                if differs(first):
+                    limit = found.setdefault(name, [None, None])
+                    inner = first - 1 if end else first + 1
+                    outer = limit[end]
+                    limit[end] = inner if outer is None else min(outer, inner) if end else max(outer, inner)
+    return found
+
+
+def _looked_at() -> list[int]:
+    near = {p + d for k in range(8, 13) for p in [1 << k] for d in (-1, 0, 1) if p + d <= LARGEST}
+    return sorted({*range(2, 132), *near})
+
+
+def _guards(values: list, symbols: dict[str, Dim]) -> Iterator[Callable[[dict[str, int]], bool]]:
+    """The recorded decisions on sizes that can be asked about with the symbols of the inputs alone."""
+    environment = next(
+        (s.node.shape_env for v in values for s in v.shape if not isinstance(s, int)),
+        None,
+    )
+    seen = set()
+    for guard in environment.guards if environment is not None else ():
+        names = {str(s) for s in guard.expr.free_symbols}
+        text = PythonPrinter().doprint(guard.expr)
+        if text in seen or not names or not names <= set(symbols):
+            continue
+        seen.add(text)
+        try:
+            code = compile(text, "<guard>", "eval")
+        except SyntaxError:
+            continue  # a function that has no Python spelling
+        yield _evaluated(code)
+
+
+def _evaluated(code) -> Callable[[dict[str, int]], bool]:
+    def guard(sizes: dict[str, int]) -> bool:
+        try:
+            return bool(eval(code, {"__builtins__": {"max": max, "min": min, "abs": abs}}, sizes))
+        except Exception:  # math functions and the like: nothing known
+            return True
+
+    return guard
