@@ -5,6 +5,7 @@ from __future__ import annotations
 _HOME = {
     "HyperConnections": "hyper_connections",
     "Looped": "looped",
+    "Unloop": "looped",
     "Exits": "exits",
     "Lora": "adapters",
     "Quantize": "quantization",
