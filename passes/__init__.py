@@ -7,6 +7,7 @@ _HOME = {
     "Looped": "looped",
     "Unloop": "looped",
     "Exits": "exits",
+    "Skipping": "exits",
     "Lora": "adapters",
     "Quantize": "quantization",
 }

@@ -19,10 +19,11 @@ OPTIONS = {
     "looped": "looped{start=1,end=3,steps=3,mix=output,scalar=0.3}",
     "exits": "exits{at=[1,3],head=affine,score=margin,threshold=0.05}",
     "unloop": "unloop{neutral=false}",
+    "skipping": "skipping{kv=propagate}",
     "lora": "lora{rank=2,alpha=4,target=[*],rslora=true}",
     "quantize": "quantize{bits=8,group=0,symmetric=true}",
 }
-BEFORE = {"unloop": "looped{start=1,end=3}"}
+BEFORE = {"unloop": "looped{start=1,end=3}", "skipping": "exits{at=[1,3]}"}
 """What a pass needs to find in a model."""
 MODELS = {"decoder": tiny_decoder, "vit": lambda: build("vit")[:2], "post-norm": lambda: build("bert")[:2]}
 TEXT = 13

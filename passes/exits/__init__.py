@@ -4,6 +4,7 @@ from .calibrate import Calibration, calibrate, set_thresholds
 from .costs import Costs, exit_costs
 from .exits import Exits
 from .fit import Fit, fit
+from .skipping import Skipping
 from .trials import Trials, measure, token_batches
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "Costs",
     "Exits",
     "Fit",
+    "Skipping",
     "Trials",
     "calibrate",
     "exit_costs",

@@ -74,12 +74,14 @@ def applied(program: Program) -> Applied:
         )
     details = [s["detail"] for s in sites]
     form = entries[-1]["plan"]["steps"][0]["options"].get("form", "select")
+    if any(e["pass"] == "skipping" for e in program.history):
+        form = "cond"
     if form != "select":
         raise UsageError(f"the exits are in {form} form", where=NAME, hint="fit and calibrate them in select form")
     number = len(entries) - 1
     fake_mode_of(program)
     graph = never_leaving(program)
-    plain = _without_taps(graph, len(program.output_names))
+    plain = without_taps(graph, len(program.output_names))
     caches = {n.name for n in cache_nodes(program)}
     stack = find_in_graph(plain, {n for n in plain.nodes if n.name in caches}).stack(details[0]["stack"])
     by_name = {n.name: n for n in graph.nodes}
@@ -113,7 +115,8 @@ def never_leaving(program: Program) -> fx.Graph:
     return graph
 
 
-def _without_taps(graph: fx.Graph, outputs: int) -> fx.Graph:
+def without_taps(graph: fx.Graph, outputs: int) -> fx.Graph:
+    """A copy of a graph with its first so many results, and what they need."""
     plain = copy_graph(graph)
     output = plain.output_node()
     output.args = (tuple(output.args[0])[:outputs],)
