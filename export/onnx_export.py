@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from hcx.rewrite.dormant import without_dormant
 from hcx.rewrite.errors import UsageError
 
 from . import preflight, staging
@@ -51,6 +52,7 @@ def to_onnx(
     opset = preflight.checked_opset(opset)
     companions = {} if str(path).endswith(".onnx") else dict(getattr(program, "companions", None) or {})
     target = staging.destination(path, list(companions), overwrite=overwrite)
+    program, left_out = (program, []) if taps or not hasattr(program, "history") else without_dormant(program)
     job = Job(program, opset=opset, optimize=optimize, upcast=upcast, taps=taps, external=external, verify=verify)
     with staging.staging(target) as scratch:
         report = job.run(scratch / target.model, _producers(producer, upcast))
@@ -58,6 +60,7 @@ def to_onnx(
             (scratch / name).write_bytes(content)
         placed = staging.commit(scratch, target)
     report.path = target.path
+    report.notes += left_out
     report.data = target.folder / report.data.name if report.data else None
     report.companions = [p for p in placed if p not in (report.path, report.data)]
     return report

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hcx.rewrite.dormant import without_dormant
 from hcx.rewrite.errors import ExportError, UsageError
 from hcx.rewrite.folders import staging
 from hcx.rewrite.verification import is_meta
@@ -40,6 +41,7 @@ def to_pt2(program: Any, path: str | os.PathLike, *, taps: bool = False, overwri
         raise UsageError(f"{target} exists", where=str(target), hint="choose another path, or pass overwrite=True")
     if is_meta(program):
         raise ExportError("the weights are not in memory", where=program.signature.model, hint="load them first")
+    program, notes = (program, []) if taps else without_dormant(program)
     sets = [s.flat for s in samples(program)]
     named = _Named(program, taps)
     with torch.no_grad():
@@ -59,7 +61,6 @@ def to_pt2(program: Any, path: str | os.PathLike, *, taps: bool = False, overwri
         with open(file, "rb") as handle:
             os.fsync(handle.fileno())
         os.replace(file, target)
-    notes = []
     if any(n.op == "call_function" and str(n.target).startswith("hcx.") for n in exported.graph.nodes):
         notes.append("it has operators of hcx: import hcx.kernels before torch.export.load")
     return HandedOn(target, {target.name: target.stat().st_size}, measured, "torch.export.load", notes)

@@ -5,7 +5,9 @@ from __future__ import annotations
 _HOME = {
     "HyperConnections": "hyper_connections",
     "Looped": "looped",
+    "Unloop": "looped",
     "Exits": "exits",
+    "Skipping": "exits",
     "Lora": "adapters",
     "Quantize": "quantization",
 }

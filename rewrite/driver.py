@@ -77,9 +77,13 @@ def _rewrite(program: Program, what: Any, check: bool, allow_partial: bool, say:
             "checks": [],
             "owed": checker is None,
         }
+        if reason := step.approximates(plan):
+            entry["approximate_cache"] = reason
         if checker is not None:
             say(f"checking {step.name}")
-            entry["checks"] = [c.to_json() for c in checker.step(new, step, contract, number, step.changes(plan))]
+            entry["checks"] = [
+                c.to_json() for c in checker.step(new, step, contract, number, step.changes(plan), editor.moved)
+            ]
         elif new.stored:
             say(f"checking the graph of {step.name}")
             entry["checks"] = [c.to_json() for c in _required([check_shapes(new, program)])]
@@ -105,8 +109,16 @@ class _Checker:
         self.first = self.before = outputs(base, self.inputs)
         self.state = state_of(new)
 
-    def step(self, program: Program, step: Pass, contract: Contract, number: str, sites: bool) -> list[Check]:
-        """After one pass: its contract against the program before it, not vacuous, live."""
+    def step(
+        self, program: Program, step: Pass, contract: Contract, number: str, sites: bool, moved: dict
+    ) -> list[Check]:
+        """After one pass: its contract against the program before it, not vacuous, live.
+
+        Args:
+            moved: names of outputs before -> now, of those that are left; empty where none was taken out.
+        """
+        if moved:
+            self.before = [{moved[n]: t for n, t in named.items() if n in moved} for named in self.before]
         after = outputs(program, self.inputs)
         checks: list[Check | None] = [
             check_contract(contract, after, self.before, f"contract of {step.name}"),

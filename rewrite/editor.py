@@ -45,6 +45,7 @@ class Editor:
         self._tensors: dict[str, fx.Node] = {}
         self._names: dict[str, str] = {}  # tensor -> the name it was asked for by
         self._traced: dict[tuple, fx.GraphModule] = {}
+        self.moved: dict[str, str] = {}  # outputs that have another name now: cache slots that moved up
 
     # ---- where and as what
 
@@ -161,7 +162,7 @@ class Editor:
             new = self.graph.node_copy(node, lambda n: mapping.get(n, n))
             new.meta = {k: v for k, v in node.meta.items() if k != "custom"}
             custom = dict(node.meta.get("custom", {}))
-            own = custom.get("hcx", {})
+            own = {k: v for k, v in custom.get("hcx", {}).items() if k != "closes"}  # a copy of a loop ends no loop
             custom["hcx"] = {**own, "pass": self.pass_name, "of": own.get("of", node.name), **tag}
             new.meta["custom"] = custom
             mapping[node] = new
@@ -315,6 +316,52 @@ class Editor:
         output.args = ((*output.args[0], node),)
         output.meta["taps"] = [*output.meta.get("taps", ()), name]
 
+    def drop_taps(self, prefix: str) -> None:
+        """Remove the auxiliary outputs whose names begin so."""
+        output = self.graph.output_node()
+        count, names = len(self.program.output_names), list(output.meta.get("taps", ()))
+        taps = [(n, v) for n, v in zip(names, output.args[0][count:], strict=True) if not n.startswith(prefix)]
+        output.args = ((*output.args[0][:count], *(v for _, v in taps)),)
+        output.meta["taps"] = [n for n, _ in taps]
+
+    def drop_cache_slots(self, inputs: set[fx.Node]) -> None:
+        """Take whole slots out of the cache, inputs and outputs; later slots move up.
+
+        Args:
+            inputs: cache placeholders of the slots. What reads them must be dead by then but for the outputs.
+        """
+        signature, structure = self.program.signature, self.program.signature.outputs
+        placeholders = [n for n in self.graph.nodes if n.op == "placeholder"]
+        gone = {placeholders.index(n) for n in inputs}
+        slots = {signature.inputs[i].name.split(".")[1] for i in gone}
+        results = {i for i, n in enumerate(structure.names) if n.startswith("present.") and n.split(".")[1] in slots}
+        output = self.graph.output_node()
+        output.args = (tuple(n for i, n in enumerate(output.args[0]) if i not in results),)
+        for argument in signature.arguments:
+            argument.spec = without_items(argument.spec, gone)
+        structure.spec = without_items(structure.spec, results)
+        kept = [i for i in range(len(structure.names)) if i not in results]
+        names = {structure.names[i]: _moved_up(structure.names[i], slots) for i in kept}
+        before = {now: old for old, now in self.moved.items()}
+        self.moved = {before.get(n, n): new for n, new in names.items()}
+        structure.names[:] = names.values()
+        structure.spec = renumber(structure.spec, {old: new for new, old in enumerate(kept)})
+        left = [i for i in range(len(signature.inputs)) if i not in gone]
+        for argument in signature.arguments:
+            argument.spec = renumber(argument.spec, {old: new for new, old in enumerate(left)})
+        self.graph.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
+        specs = [signature.inputs[i] for i in left]
+        for index in sorted(gone, reverse=True):
+            self.graph.erase_node(placeholders[index])
+        for number, (spec, index) in enumerate(zip(specs, left, strict=True)):
+            name = _moved_up(spec.name, slots)
+            if name != spec.name:
+                specs[number] = InputSpec(name, spec.dtype, spec.shape, spec.fill)
+                rename(self.graph, placeholders[index], name)
+                placeholders[index].meta["hcx_name"] = name
+        signature.inputs[:] = specs
+        self.program.examples[:] = [[t for i, t in enumerate(flat) if i not in gone] for flat in self.program.examples]
+
     def add_cache_slots(self, inputs: list[fx.Node]) -> dict[fx.Node, fx.Node]:
         """Extend the cache by copies of the slots that some placeholders belong to.
 
@@ -429,6 +476,23 @@ def renumber(spec: dict, mapping: dict[int, int]) -> dict:
     if "items" in new:
         new["items"] = [renumber(s, mapping) for s in new["items"]]
     return new
+
+
+def without_items(spec: dict, gone: set[int]) -> dict:
+    """A structure description without the innermost list items that hold some tensors."""
+    new = dict(spec)
+    if "items" in new:
+        lost = [item for item, siblings in list_items(spec, gone) if siblings is spec["items"]]
+        new["items"] = [without_items(s, gone) for s in spec["items"] if not any(s is item for item in lost)]
+    return new
+
+
+def _moved_up(name: str, gone: set[str]) -> str:
+    """The name of a cache tensor once some slots before its own are gone."""
+    head, number, *rest = [*name.split("."), "", ""][: max(2, name.count(".") + 1)]
+    if head not in (CACHE, "present") or not number.isdigit():
+        return name
+    return ".".join([head, str(int(number) - sum(int(g) < int(number) for g in gone)), *rest])
 
 
 def _spelled(name: str) -> str:

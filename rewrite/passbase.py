@@ -90,6 +90,14 @@ class Pass:
         """
         return "it changes the architecture"
 
+    def approximates(self, plan: PassPlan) -> str | None:
+        """Why decoding through the cache may differ from full forwards after this pass, or None where it must not."""
+        return None
+
+    def undo(self, program: Program, sites: list[Site], prefix: str) -> Pass | None:
+        """A pass that takes out what this one added where it changes nothing at present, or None; for exporters."""
+        return None
+
     def new_plan(self, **fields: Any) -> PassPlan:
         """An empty plan step of this pass with its options."""
         return PassPlan(self.name, self.options(), **fields)

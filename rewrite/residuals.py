@@ -24,6 +24,10 @@ def owner(node: fx.Node) -> str:
     return list(stack)[-1] if stack else ""
 
 
+_NO_STREAM = ("mix", "head")
+"""Roles of inserted adds that are no residual: mixes of iterations, and copies of blocks that only read out."""
+
+
 def find_residuals(flow: Dataflow) -> list[Residual]:
     """Residual adds in execution order.
 
@@ -34,7 +38,7 @@ def find_residuals(flow: Dataflow) -> list[Residual]:
     found: list[Residual] = []
     taken: set[fx.Node] = set()
     for node in reversed(flow.nodes):
-        if op_name(node) in WRITES:
+        if op_name(node) in WRITES and hcx_tag(node).get("role") != "head":
             found.append(_written(flow, node))
         if node in taken or not _is_candidate(node):
             continue
@@ -53,7 +57,7 @@ def other_adds(flow: Dataflow, residuals: list[Residual]) -> list[fx.Node]:
 
 
 def _is_candidate(node: fx.Node) -> bool:
-    if op_name(node) not in ADDS or len(node.args) < 2 or hcx_tag(node).get("role") == "mix":
+    if op_name(node) not in ADDS or len(node.args) < 2 or hcx_tag(node).get("role") in _NO_STREAM:
         return False
     if not all(isinstance(a, fx.Node) for a in node.args[:2]):
         return False

@@ -142,7 +142,12 @@ class CallSignature:
                 flat[i] = tensor.expand(batch, *tensor.shape[1:])
 
     def complete(self, flat: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Flat inputs with the ones that a pass has added filled in (they come last)."""
+        """Flat inputs with the ones that a pass has added filled in (they come last).
+
+        Of a longer list, made before a pass took cache slots out, the caches are made again: all of them empty.
+        """
+        if len(flat) > len(self.inputs):
+            flat = [None if s.fill == "empty" else t for t, s in zip(flat, self.inputs, strict=False)]
         more: list[torch.Tensor | None] = [*flat, *[None] * (len(self.inputs) - len(flat))]
         sizes = self._sizes(more)
         return [t if t is not None else _filled(spec, sizes, more) for t, spec in zip(more, self.inputs, strict=True)]

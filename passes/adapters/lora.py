@@ -16,6 +16,7 @@ from hcx.rewrite.errors import UsageError
 from hcx.rewrite.passbase import Pass
 from hcx.rewrite.plan import PassPlan, Reason, Site, Skip
 from hcx.rewrite.program import Program
+from hcx.rewrite.residuals import hcx_tag
 from hcx.rewrite.weight_targets import base_count, require_finite, select
 from hcx.rewrite.weights import WeightUse, find_weights
 
@@ -43,6 +44,7 @@ class Lora(Pass):
         init: how A is drawn, ``kaiming`` (uniform) or ``gaussian``; for an embedding A is zero and B normal.
         rslora: scale by ``alpha / sqrt(r)``.
         dropout: probability of dropping entries of what A reads, in train mode.
+        per_iteration: every pass of a loop has adapters of its own beside the shared weights (relaxed recursion).
     """
 
     name: ClassVar[str] = "lora"
@@ -53,6 +55,7 @@ class Lora(Pass):
     init: Literal["kaiming", "gaussian"] = "kaiming"
     rslora: bool = False
     dropout: float = 0.0
+    per_iteration: bool = False
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -78,8 +81,13 @@ class Lora(Pass):
         require_finite(program, selection.chosen, "an adapter beside it would not be seen in the outputs")
         alpha = float(self.rank if self.alpha is None else self.alpha)
         scale = lowrank.scale_of(alpha, self.rank, self.rslora)
-        for name, uses in selection.chosen.items():
+        groups = self._groups([u for uses in selection.chosen.values() for u in uses])
+        for name, uses in groups.items():
             form = _form(uses)
+            others = {u.reader for key, us in groups.items() if key != name for u in us}
+            if form == "weight" and any(u.reader in others for u in uses):
+                plan.skips.append(Skip(name, Reason.UNSUPPORTED, "the passes of the loop read one view of the weight"))
+                continue
             if form == "weight" and self.dropout:
                 detail = f"dropout needs the activation, and {uses[0].kind} takes the update into the weight"
                 plan.skips.append(Skip(name, Reason.UNSUPPORTED, detail))
@@ -88,26 +96,34 @@ class Lora(Pass):
             detail = {"kind": uses[0].kind, "form": form, "rank": self.rank, "scale": scale, "uses": len(uses)}
             detail["axes"] = list(_order(uses[0]))
             plan.sites.append(Site(name, "weight", {**detail, "in": a[-1], "out": b[-2]}))
-        self._describe(program, plan, selection)
+        self._describe(program, plan, selection, groups)
         return plan
 
+    def _groups(self, uses: list[WeightUse]) -> dict[str, list[WeightUse]]:
+        """Uses that share an adapter, by the address of the adapter: the parameter's name, ``~2`` for a second pass."""
+        groups: dict[str, list[WeightUse]] = {}
+        for use in uses:
+            iteration = hcx_tag(use.node).get("iteration", 1) if self.per_iteration else 1
+            groups.setdefault(use.name + (f"~{iteration}" if iteration > 1 else ""), []).append(use)
+        return groups
+
     @staticmethod
-    def _describe(program: Program, plan: PassPlan, selection) -> None:
+    def _describe(program: Program, plan: PassPlan, selection, groups: dict[str, list[WeightUse]]) -> None:
         if not selection.chosen:
             plan.skips.append(Skip("model", Reason.NOT_SELECTED, "no matrix inside a residual branch; give target"))
         plan.notes += selection.notes()
         for site in plan.sites or ():
-            uses = selection.chosen[site.address]
+            uses = groups[site.address]
             if len(uses) > 1:
                 plan.notes.append(f"{site.address} is used {len(uses)} times; one adapter serves all of them")
-            others = [n for n in uses[0].names if n != site.address]
+            others = [n for n in uses[0].names if n != uses[0].name]
             if others:
                 plan.notes.append(f"{site.address} is tied to {', '.join(others)}, which the adapter leaves alone")
-        done = {selection.chosen[s.address][0].names for s in plan.sites or ()}
+        done = {groups[s.address][0].names for s in plan.sites or ()}
         covered = sum(program.tensor(names[0]).numel() for names in done)
         plan.estimate = {
             "adapters": len(plan.sites or ()),
-            "new parameters": sum(_count(program, selection.chosen[s.address][0], s.detail) for s in plan.sites or ()),
+            "new parameters": sum(_count(program, groups[s.address][0], s.detail) for s in plan.sites or ()),
             "parameters covered": covered,
             "parameters not covered": base_count(program) - covered,
         }
@@ -115,18 +131,19 @@ class Lora(Pass):
     def apply(self, program: Program, plan: PassPlan, editor: Editor) -> None:
         """Insert the updates, last use first: what an op reads is then already what its adapter reads."""
         sites = {s.address: s.detail for s in plan.sites or ()}
-        uses = [u for u in find_weights(program) if u.name in sites]
-        factors = {n: self._factors(program, editor, next(u for u in uses if u.name == n), sites[n]) for n in sites}
-        for use in reversed(uses):
-            if sites[use.name]["form"] == "beside":
-                self._beside(editor, use, *factors[use.name], sites[use.name]["scale"])
+        groups = {n: us for n, us in self._groups(find_weights(program)).items() if n in sites}
+        factors = {n: self._factors(program, editor, groups[n][0], sites[n], n) for n in sites}
+        beside = [(u, n) for n, us in groups.items() for u in us if sites[n]["form"] == "beside"]
+        for use, name in sorted(beside, key=lambda pair: pair[0].node, reverse=True):
+            self._beside(editor, use, *factors[name], sites[name]["scale"])
         for name, detail in sites.items():
             if detail["form"] == "weight":
-                _inside(editor, [u for u in uses if u.name == name], *factors[name], detail["scale"])
+                _inside(editor, groups[name], *factors[name], detail["scale"])
 
-    def _factors(self, program: Program, editor: Editor, use: WeightUse, detail: dict[str, Any]):
+    def _factors(self, program: Program, editor: Editor, use: WeightUse, detail: dict[str, Any], site: str):
         weight = program.tensor(use.name)
-        stem = use.name.removesuffix(".weight")
+        name, mark, iteration = site.partition("~")
+        stem = name.removesuffix(".weight") + mark + iteration
         shapes = _shapes(program, use, detail["rank"])
         if use.kind == "embedding":
             a, b = torch.zeros(shapes[0]), lowrank.initial_embedding_b(shapes[1], use.name)
@@ -151,6 +168,8 @@ class Lora(Pass):
     def fold(self, program: Program, sites: list[Site], prefix: str, weights: dict[str, torch.Tensor]) -> str | None:
         """``W + s B A``, added in float32 or wider and rounded once."""
         for site in sites:
+            if "~" in site.address:
+                return f"its adapter {site.address} belongs to one pass of a loop"
             weight, stem = weights[site.address], site.address.removesuffix(".weight")
             wide = torch.promote_types(weight.dtype, torch.float32)
             a, b = (program.tensor(f"{prefix}.{stem}.{n}").detach().to(wide) for n in ("A", "B"))

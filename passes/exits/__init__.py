@@ -6,6 +6,7 @@ from .compact import Compact
 from .costs import Costs, exit_costs
 from .exits import Exits
 from .fit import Fit, fit
+from .skipping import Skipping
 from .runtime import Decoder, Generated, Step, sampler
 from .speculate import Speculated, speculate
 from .split import split
@@ -19,6 +20,7 @@ __all__ = [
     "Exits",
     "Fit",
     "Generated",
+    "Skipping",
     "Speculated",
     "Step",
     "Trials",

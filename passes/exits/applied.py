@@ -74,6 +74,8 @@ def applied(program: Program) -> Applied:
         )
     details = [s["detail"] for s in sites]
     form = entries[-1]["plan"]["steps"][0]["options"].get("form", "select")
+    if any(e["pass"] == "skipping" for e in program.history):
+        form = "cond"
     if form != "select":
         raise UsageError(f"the exits are in {form} form", where=NAME, hint="fit and calibrate them in select form")
     number = len(entries) - 1
@@ -114,6 +116,7 @@ def never_leaving(program: Program) -> fx.Graph:
 
 
 def without_taps(graph: fx.Graph, outputs: int) -> fx.Graph:
+    """A copy of a graph with its first so many results, and what they need."""
     plain = copy_graph(graph)
     output = plain.output_node()
     output.args = (tuple(output.args[0])[:outputs],)

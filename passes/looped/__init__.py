@@ -1,5 +1,6 @@
 """Loops: a window of blocks applied several times."""
 
 from .looped import Looped
+from .unloop import Unloop
 
-__all__ = ["Looped"]
+__all__ = ["Looped", "Unloop"]

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 
 import torch
 from hcx.rewrite.contracts import Contract, Exact, Structural
-from hcx.rewrite.dataflow import value
+from hcx.rewrite.dataflow import shape, value
 from hcx.rewrite.editor import Editor
 from hcx.rewrite.errors import UsageError
 from hcx.rewrite.finder import cache_nodes, find
@@ -15,10 +15,14 @@ from hcx.rewrite.passbase import Pass
 from hcx.rewrite.plan import PassPlan, Reason, Site, Skip
 from hcx.rewrite.program import Program
 from hcx.rewrite.sites import Stack
+from torch import fx
 
-from . import runtime
-from .mixing import mix_input, mix_input_rms, update_output
-from .window import default_window, keeps_shape, loop_of, measured_jumps
+from . import runtime, sweep
+from .forms import NAMES, Form, form, is_neutral
+from .marks import close
+from .readouts import add_readouts
+from .uses import outside_notes, shared_uses
+from .window import Jump, after_norm, default_window, grows, loop_of, measured_jumps, sink_notes
 
 
 @dataclass(frozen=True)
@@ -27,11 +31,18 @@ class Looped(Pass):
 
     Args:
         start, end: half-open range of original block numbers; default: a window of equal blocks near the middle, away
-            from the block in which the attention sink appears.
+            from the block in which the attention sink appears. ``start=auto``: the window that loses least on the
+            example, or on the text that ``hcx plan --text`` is given.
         steps: number of passes T over the window.
         scalar: initial mixing scalar; 0 keeps the model's function bitwise.
-        mix: ``input`` mixes what an iteration reads, ``input_rms`` does so at the norm of the window's input, ``output``
-            mixes what it returns; see :mod:`hcx.passes.looped.mixing`.
+        mix: ``input`` mixes what an iteration reads, ``input_rms`` does so at the norm of the window's input,
+            ``input_linear`` with a matrix; ``output`` mixes what it returns, ``output_vector`` with a gate a channel;
+            ``damped`` takes T sub-steps of 1/T and mixes their end with the first pass; ``full`` feeds the whole stack
+            and its final norm back (Ouro; changes the function unless steps=1). See :mod:`hcx.passes.looped.mixing`.
+        readout: ``steps`` taps the logits and state of every iteration; ``final`` leaves the answer alone.
+        gate: ``ouro`` taps the probability to stop after each iteration, a linear gate on its state, for training.
+        cache: ``per_iteration`` gives every pass cache slots of its own, which decodes exactly; with ``last`` all passes
+            read what the last one left of earlier tokens, an approximation that costs no more cache than the model.
         runtime: take the number of passes as an input ``steps`` of the call, ``steps`` where it is left out; see
             :mod:`hcx.passes.looped.runtime`.
         stack: label of the stack to loop, where a model has several; default: the one the output is read from.
@@ -40,11 +51,14 @@ class Looped(Pass):
     name: ClassVar[str] = "looped"
     rank: ClassVar[int | None] = 20
 
-    start: int | None = None
+    start: int | Literal["auto"] | None = None
     end: int | None = None
     steps: int = 2
     scalar: float = 0.0
-    mix: Literal["input", "input_rms", "output"] = "input"
+    mix: Literal["input", "input_rms", "input_linear", "output", "output_vector", "damped", "full"] = "input"
+    readout: Literal["final", "steps"] = "final"
+    gate: Literal["none", "ouro"] = "none"
+    cache: Literal["per_iteration", "last"] = "per_iteration"
     runtime: bool = False
     stack: str | None = None
 
@@ -54,9 +68,22 @@ class Looped(Pass):
                              hint="give the usual number of steps; a call may pass steps=1")  # fmt: skip
         if self.steps < 1:
             raise UsageError(f"looped{{steps={self.steps}}}: at least one step is needed", where="steps")
-        if (self.start is None) != (self.end is None):
+        if isinstance(self.start, int) != (self.end is not None):
             raise UsageError(
                 "looped needs both start and end, or neither", where="start, end", hint="e.g. looped{start=12,end=16}"
+            )
+        plain = self.mix in ("input", "input_rms", "output") and (self.readout, self.gate) == ("final", "none")
+        if self.runtime and not (plain and self.cache == "per_iteration"):
+            raise UsageError(
+                "looped{runtime=true} takes mix=input, input_rms or output, without readouts, gate or shared cache",
+                where="runtime",
+                hint="leave runtime out, or the other options",
+            )
+        if self.mix == "full" and (self.scalar or self.start == "auto"):
+            raise UsageError(
+                "looped{mix=full} has no scalar and one window: it feeds the whole stack back",
+                where="scalar" if self.scalar else "start",
+                hint="leave it out, or choose another mix",
             )
 
     def order(self) -> int | None:
@@ -83,24 +110,37 @@ class Looped(Pass):
             plan.skips.append(Skip(stack.label if stack else "model", Reason.NO_STREAM, reason))
             return plan
         jumps = measured_jumps(program, stack)
-        window = (self.start, self.end) if self.start is not None else default_window(stack, jumps)
-        shared = self.start is None and _shared_blocks(stack)
-        if window is None or shared:
+        uses = shared_uses(program.graph, stack)
+        shared = self.end is None and uses is not None and 2 * (uses.end - uses.start) > len(stack.blocks)
+        window = None if shared else self._window(program, stack, jumps)
+        if window is None:
             plan.skips.append(
                 Skip(
                     stack.label,
                     Reason.SHARED if shared else Reason.NO_BLOCKS,
-                    "the blocks already share one set of weights"
-                    if shared
-                    else "no two consecutive blocks are equal; give start and end",
+                    str(uses) if shared else "no two consecutive blocks are equal; give start and end",
                 )
             )
             return plan
         self._plan_window(program, stack, *window, jumps, plan)
+        if uses is not None and not plan.skips:
+            plan.notes.append(
+                f"the model loops by itself: {uses}; every pass keeps the constants of the blocks it repeats"
+            )
         return plan
 
+    def _window(self, program: Program, stack: Stack, jumps: list[Jump]) -> tuple[int, int] | None:
+        if self.end is not None:
+            return self.start, self.end
+        if self.mix == "full":
+            return 0, stack.depth
+        if self.start == "auto":
+            rows = sweep.sweep(program, self, sweep.example_text(program))
+            return sweep.best(rows)
+        return default_window(stack, jumps)
+
     def _plan_window(
-        self, program: Program, stack: Stack, start: int, end: int, jumps: list[int], plan: PassPlan
+        self, program: Program, stack: Stack, start: int, end: int, jumps: list[Jump], plan: PassPlan
     ) -> None:
         address = f"{stack.label}[{start}:{end}]"
         if not 0 <= start < end <= stack.depth:
@@ -109,8 +149,14 @@ class Looped(Pass):
                 where="start, end",
                 hint=f"0 <= start < end <= {stack.depth}",
             )
-        entry, exit_ = self._cut(stack, start, end)
-        if not keeps_shape(stack, start, end):
+        if self.mix == "full" and (start, end) != (0, stack.depth):
+            raise UsageError(
+                f"looped{{mix=full}} loops all {stack.depth} blocks of {stack.label}",
+                where="start, end",
+                hint="leave start and end out, or choose another mix",
+            )
+        entry, exit_ = self._cut(program, stack, start, end)
+        if shape(entry) != shape(exit_) or value(entry).dtype != value(exit_).dtype:
             plan.skips.append(
                 Skip(
                     address,
@@ -124,6 +170,13 @@ class Looped(Pass):
             plan.skips.append(Skip(address, Reason.UNSUPPORTED, runtime.CACHE))
             return
         leaks = loop.leaks
+        if self.cache == "last" and (state := next((n for n in loop.caches if not grows(program, n)), None)):
+            plan.skips.append(
+                Skip(
+                    address, Reason.UNSUPPORTED, f"cache=last: `{state.name}` is a state, and every pass needs its own"
+                )
+            )
+            return
         if leaks:
             plan.skips.append(
                 Skip(
@@ -131,16 +184,8 @@ class Looped(Pass):
                 )
             )
             return
-        inside = [j for j in jumps if start <= j < end]
-        if inside and self.mix == "input":
-            plan.notes.append(
-                f"the attention sink appears in block {inside[0]}, inside the window: mix=input_rms or mix=output is gentler there"
-            )
-        plan.notes += (
-            [f"blocks {start}..{end - 1} are not all equal in code; the loop repeats them as they are"]
-            if not _one_run(stack, start, end)
-            else []
-        )
+        plan.notes += sink_notes(jumps, stack, start, end) if self.mix.startswith("input") or self.mix == "full" else []
+        plan.notes += outside_notes(stack, start, end)
         detail = {
             "stack": stack.label,
             "start": start,
@@ -148,75 +193,138 @@ class Looped(Pass):
             "steps": self.steps,
             "mix": self.mix,
             "scalar": self.scalar,
+            "readout": self.readout,
+            "gate": self.gate,
+            "cache": self.cache,
             **({"runtime": True} if self.runtime else {}),
         }
         plan.sites.append(Site(address, "window", detail))
+        width = int(value(entry).shape[_axis(stack, entry)])
+        made = form(self.mix, scalar=self.scalar, width=width, steps=self.steps).parameters
         plan.estimate = {
             "extra block applications": (self.steps - 1) * (end - start),
-            "new parameters": int(self.steps > 1),
+            "new parameters": sum(t.numel() for t in made.values()) if self.steps > 1 else 0,
         }
 
-    @staticmethod
-    def _cut(stack: Stack, start: int, end: int):
-        return stack.boundary(start).node, stack.boundary(end).node
+    def _cut(self, program: Program, stack: Stack, start: int, end: int) -> tuple[fx.Node, fx.Node]:
+        """The stream before and after the window; of the whole stack, behind the model's final norm."""
+        entry, exit_ = stack.boundary(start).node, stack.boundary(end).node
+        return entry, after_norm(program, exit_) if self.mix == "full" else exit_
 
     def apply(self, program: Program, plan: PassPlan, editor: Editor) -> None:
         """Copy the window once for each further step; weights stay shared, caches get slots of their own."""
         for number, site in enumerate(plan.sites or ()):
             if site.detail["steps"] > 1:
-                self._apply_window(program, editor, number, site.detail)
+                self._apply_window(program, editor, number, site)
 
-    def _apply_window(self, program: Program, editor: Editor, number: int, detail: dict) -> None:
+    def _apply_window(self, program: Program, editor: Editor, number: int, site: Site) -> None:
+        detail = site.detail
         stack = find(program).stack(detail["stack"])
-        entry, exit_ = self._cut(stack, detail["start"], detail["end"])
+        entry, exit_ = self._cut(program, stack, detail["start"], detail["end"])
         loop = loop_of(program.graph, entry, exit_, cache_nodes(program))
         readers = set(exit_.users)
         output_nodes = set(program.graph.output_node().args[0])
+        ways = _form(stack, entry, detail)
+        like = {"dtype": value(entry).dtype, "device": value(entry).device}
         label = f"{number}." if number else ""
-        scalar = editor.parameter(
-            f"{label}scalar", torch.full((1,), detail["scalar"], dtype=value(entry).dtype, device=value(entry).device)
-        )
-        streams = int(stack.boundaries[0].carrier.kind == "streams")
-        channels_first = value(entry).dim() - streams >= 4
-        rms = mix_input_rms(1 + streams if channels_first else -1)
-        mix = {"input": mix_input, "input_rms": rms, "output": None}[detail["mix"]]
+        tensors = [editor.parameter(f"{label}{n}", t.to(**like)) for n, t in ways.parameters.items()]
+        key = f"{self.name}_{editor.number}{f'.{number}' if number else ''}"
         if detail.get("runtime"):
-            runtime.insert(program, editor, loop, mix, scalar, detail["steps"], readers)
+            runtime.insert(program, editor, loop, ways.mix, tensors[0], detail["steps"], readers)
             return
         state, last = exit_, max([exit_, *loop.nodes])
+        states = [exit_]
         for step in range(2, detail["steps"] + 1):
-            with editor.after(last, role="mix", iteration=step):
-                read = editor.inline(mix, entry, state, scalar) if mix else state
-                mapping = {entry: read, **editor.add_cache_slots(loop.caches)}
-                editor.clone(loop.nodes, mapping, iteration=step)
+            with editor.after(last, role="mix", iteration=step, loop=key):
+                if step == 2 and ways.start:
+                    state = editor.inline(ways.start, entry, exit_, *tensors)
+                read = editor.inline(ways.mix, entry, state, *tensors) if ways.mix else state
+                shared = detail["cache"] == "last"
+                mapping = {entry: read, **({} if shared else editor.add_cache_slots(loop.caches))}
+                editor.clone(loop.nodes, mapping, iteration=step, loop=key)
                 result = mapping[exit_]
-                state = result if mix else editor.inline(update_output, state, result, scalar)
+                state = editor.inline(ways.update, state, result, *tensors) if ways.update else result
+                if step == detail["steps"] and ways.end:
+                    state = editor.inline(ways.end, exit_, state, *tensors)
+                states.append(state)
                 last = max([state, *(mapping[n] for n in loop.nodes)])
-            editor.add_cache_outputs({n: mapping[n] for n in loop.nodes if n in output_nodes})
+            present = {n: mapping[n] for n in loop.nodes if n in output_nodes and n is not exit_}
+            if not shared:
+                editor.add_cache_outputs(present)
+            elif step == detail["steps"]:
+                for old, new in present.items():
+                    program.graph.output_node().replace_input_with(old, new)
         editor.redirect(exit_, state, only=readers.__contains__)
+        close(state, exit_, key, site.address, detail)
+        if detail["readout"] == "steps" or detail["gate"] != "none":
+            add_readouts(program, editor, stack, states, detail, label)
 
     def fold(self, program: Program, sites: list[Site], prefix: str, weights: dict[str, torch.Tensor]) -> str | None:
-        """Nothing to do for a loop that changes nothing: its scalar is still 0, or it has one step."""
+        """Nothing to do for a loop that changes nothing: its mix is still neutral, or it has one step."""
         for number, site in enumerate(sites):
-            scalar = (
-                program.tensor(f"{prefix}.{f'{number}.' if number else ''}scalar") if site.detail["steps"] > 1 else 0
-            )
-            if float(scalar) != 0:
-                return f"its loop over {site.address} mixes with a scalar of {float(scalar):.3g}"
+            if not is_neutral(site.detail["mix"], site.detail["steps"], tensors_of(program, prefix, number)):
+                return f"its loop over {site.address} mixes with {_described(program, prefix, number)}"
         return None
+
+    def approximates(self, plan: PassPlan) -> str | None:
+        """A cache that passes share is not what a full forward gives once the mix has moved."""
+        shared = any(s.detail["cache"] == "last" and s.detail["steps"] > 1 for s in plan.sites or ())
+        return "the passes of a loop share the cache of the last one" if shared else None
+
+    def undo(self, program: Program, sites: list[Site], prefix: str) -> Pass | None:
+        """Take out loops that change nothing at present."""
+        from .unloop import Unloop
+
+        still = [
+            is_neutral(s.detail["mix"], s.detail["steps"], tensors_of(program, prefix, n)) for n, s in enumerate(sites)
+        ]
+        return Unloop(separate=False) if any(still) and any(s.detail["steps"] > 1 for s in sites) else None
+
+    def inert(self, name: str) -> str | None:
+        """The channel gate of ``output_vector`` learns once its scalar has moved, an exit gate by a loss that reads it."""
+        if "gate." in name:
+            return "it learns from a loss on the exit distribution"
+        gate = self.mix == "output_vector" and not name.endswith("scalar")
+        return "its gradient is zero until the scalar has moved" if gate else None
+
+    def changes(self, plan: PassPlan) -> bool:
+        """A loop of one step is meant to do nothing."""
+        return any(s.detail["steps"] > 1 for s in plan.sites or ())
+
+    def misfit(self, program: Program, detail: dict) -> str | None:
+        """An edited number of steps or mix that there is none of."""
+        if detail["steps"] < 1:
+            return f"`steps` is {detail['steps']}, must be 1 or more"
+        return None if detail["mix"] in NAMES else f"`mix` is {detail['mix']!r}, must be one of {', '.join(NAMES)}"
 
     def preserves(self, program: Program, plan: PassPlan) -> Contract:
         """Exact with the scalar at 0 or a single step."""
-        neutral = all(s.detail["scalar"] == 0 or s.detail["steps"] == 1 for s in plan.sites or ())
+        details = [s.detail for s in plan.sites or ()]
+        neutral = all((d["scalar"] == 0 and d["mix"] != "full") or d["steps"] == 1 for d in details)
         return Exact() if neutral else Structural()
 
 
-def _shared_blocks(stack: Stack) -> bool:
-    used = [{o.target for n in b.body for o in n.all_input_nodes if o.op == "get_attr"} for b in stack.blocks]
-    common = set.intersection(*used)
-    return len(used) > 1 and all(2 * len(common) > len(names) for names in used)
+def tensors_of(program: Program, prefix: str, number: int) -> dict[str, torch.Tensor]:
+    """Parameters of one window of a loop by their short names: ``scalar``, or those of its form."""
+    start = f"{prefix}.{number}." if number else f"{prefix}."
+    found = {n.removeprefix(start): p for n, p in program.named_parameters() if n.startswith(start)}
+    return {n: p.detach() for n, p in found.items() if not n[0].isdigit()}
 
 
-def _one_run(stack: Stack, start: int, end: int) -> bool:
-    first, last = stack.position(start), stack.position(end - 1)
-    return end - start == 1 or any(r.start <= first and last < r.end for r in stack.runs)
+def _described(program: Program, prefix: str, number: int) -> str:
+    tensors = tensors_of(program, prefix, number)
+    if "scalar" in tensors:
+        return f"a scalar of {float(tensors['scalar']):.3g}"
+    return "a matrix" if tensors else "the whole state"
+
+
+def _form(stack: Stack, entry: fx.Node, detail: dict) -> Form:
+    axis = _axis(stack, entry)
+    width = int(value(entry).shape[axis])
+    return form(detail["mix"], scalar=detail["scalar"], width=width, steps=detail["steps"], axis=axis)
+
+
+def _axis(stack: Stack, entry: fx.Node) -> int:
+    """Dimension of the features: the last one, or the channels of images, behind the streams where there are several."""
+    streams = int(stack.boundaries[0].carrier.kind == "streams")
+    return 1 + streams if value(entry).dim() - streams >= 4 else -1

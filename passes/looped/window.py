@@ -7,8 +7,11 @@ from math import ceil
 
 from hcx.rewrite.dataflow import Dataflow, private, shape, value
 from hcx.rewrite.observe import sink_jumps, stream_rms
+from hcx.rewrite.program import Program
 from hcx.rewrite.sites import Stack
 from torch import fx
+
+from .uses import period_of
 
 
 def default_length(depth: int) -> int:
@@ -16,25 +19,46 @@ def default_length(depth: int) -> int:
     return max(1, min(max(4, ceil(0.13 * depth)), ceil(depth / 4)))
 
 
-def default_window(stack: Stack, jumps: list[int]) -> tuple[int, int] | None:
+def default_window(stack: Stack, jumps: list[Jump]) -> tuple[int, int] | None:
     """A half-open window of original block numbers inside one run of equal blocks: it starts as near to 0.4 of the
     depth as a jump of the attention sink allows; after the jump where it can."""
-    depth = stack.depth
-    target, wanted = ceil(0.4 * depth), default_length(depth)
+    target, wanted = ceil(0.4 * stack.depth), default_length(stack.depth)
     best = None
-    for run in stack.runs:
-        first, last = stack.blocks[run.start].index, stack.blocks[run.end - 1].index + 1
-        if not keeps_shape(stack, first, first + 1):  # the first block of a stage brings the new width
-            first += 1
-        length = max(run.period, min(wanted, last - first) // run.period * run.period)
-        for start in range(first, last - length + 1, run.period):
+    for first, last, period in _stretches(stack):
+        length = max(period, min(wanted, last - first) // period * period)
+        for start in range(first, last - length + 1, period):
             if not keeps_shape(stack, start, start + length):
                 continue
-            inside = any(start <= j < start + length for j in jumps)
+            inside = any(start <= j.block < start + length for j in jumps)
             cost = (inside, abs(start - target), start < target)
             if best is None or cost < best[0]:
                 best = (cost, (start, start + length))
     return best[1] if best else None
+
+
+def candidate_windows(stack: Stack, jumps: list[Jump]) -> list[tuple[int, int]]:
+    """Windows worth measuring, in order: the default one, neighbours of its length over the whole depth, and wide ones
+    (the middle third, three fifths, everything). Only windows of whole periods that keep the stream's shape."""
+    depth, length = stack.depth, default_length(stack.depth)
+    found = [w for w in [default_window(stack, jumps)] if w]
+    for first, last, period in _stretches(stack):
+        step = max(period, length // period * period)
+        found += [(start, start + step) for start in range(first, last - step + 1, step)]
+        wide = [(depth // 3, 2 * depth // 3), (depth // 5, 4 * depth // 5), (0, depth)]
+        for start, end in ((max(first, s), min(last, e)) for s, e in wide):
+            found.append((start, start + (end - start) // period * period))
+    return [(s, e) for s, e in dict.fromkeys(found) if s < e and keeps_shape(stack, s, e)]
+
+
+def _stretches(stack: Stack) -> list[tuple[int, int, int]]:
+    """Runs of equal blocks as (start, end, period) of original block numbers."""
+    found = []
+    for run in stack.runs:
+        first, last = stack.blocks[run.start].index, stack.blocks[run.end - 1].index + 1
+        if not keeps_shape(stack, first, first + 1):  # the first block of a stage brings the new width
+            first += 1
+        found.append((first, last, period_of(run)))
+    return found
 
 
 def keeps_shape(stack: Stack, start: int, end: int) -> bool:
@@ -43,16 +67,66 @@ def keeps_shape(stack: Stack, start: int, end: int) -> bool:
     return shape(before) == shape(after) and value(before).dtype == value(after).dtype
 
 
-def measured_jumps(program, stack: Stack) -> list[int]:
-    """Original numbers of the blocks in which the attention sink appears on the example input; empty where the stream
-    has no token dimension or the tensors are not there."""
+def after_norm(program: Program, end: fx.Node) -> fx.Node:
+    """The end of a stack behind the model's final norm: the last value on every way to an output that still has the
+    stream's shape, before a weight is contracted with it."""
+    flow = Dataflow(program.graph)
+    answer = next((o for o in program.graph.output_node().args[0] if o is not end and flow.reaches(end, o)), end)
+    found = end
+    for node in flow.cut_vertices(end, answer)[1:]:
+        if flow.carries_weight(node):
+            break
+        if shape(node) == shape(end) and value(node).dtype == value(end).dtype:
+            found = node
+    return found
+
+
+@dataclass(frozen=True)
+class Jump:
+    """A block in which one position's norm explodes: an attention sink appears.
+
+    Attributes:
+        block: original number of the block.
+        position: token position, from 0.
+        before, after: its rms over the features before and after the block.
+    """
+
+    block: int
+    position: int
+    before: float
+    after: float
+
+
+def measured_jumps(program, stack: Stack) -> list[Jump]:
+    """Blocks in which the attention sink appears on the example input; empty where the stream has no token dimension or
+    the tensors are not there."""
     nodes = [b.node for b in stack.boundaries]
     if any(value(n).dim() != 3 or shape(n) != shape(nodes[0]) for n in nodes) or any(
         p.is_meta for p in program.parameters()
     ):
         return []
-    positions = sink_jumps(stream_rms(program, nodes, program.check_inputs(1)[0]))
-    return [stack.blocks[p].index for p in positions]
+    rms = stream_rms(program, nodes, program.check_inputs(1)[0])
+    found = []
+    for place in sink_jumps(rms):
+        position = int((rms[place + 1] / rms[place].clamp_min(1e-12)).argmax())
+        before, after = float(rms[place, position]), float(rms[place + 1, position])
+        found.append(Jump(stack.blocks[place].index, position, before, after))
+    return found
+
+
+def sink_notes(jumps: list[Jump], stack: Stack, start: int, end: int) -> list[str]:
+    """What a window that holds a jump should know, with the windows that avoid it."""
+    inside = [j for j in jumps if start <= j.block < end]
+    if not inside:
+        return []
+    edges = [0, *(e for j in jumps for e in (j.block, j.block + 1)), stack.depth]
+    free = [f"[{a},{b})" for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
+    jump = inside[0]
+    return [
+        f"the attention sink appears in block {jump.block}, inside the window: the rms of position {jump.position} goes "
+        f"from {jump.before:.3g} to {jump.after:.3g} there; mix=input_rms or mix=output is gentler, and windows within "
+        f"{' or '.join(free)} avoid it"
+    ]
 
 
 @dataclass
@@ -71,6 +145,12 @@ class Loop:
     nodes: list[fx.Node]
     caches: list[fx.Node]
     leaks: list[fx.Node] = field(default_factory=list)
+
+
+def grows(program: Program, node: fx.Node) -> bool:
+    """Whether a cache placeholder holds one entry a token (keys, values), not a state of fixed size."""
+    placeholders = [n for n in program.graph.nodes if n.op == "placeholder"]
+    return any(isinstance(d, str) and "past" in d for d in program.inputs[placeholders.index(node)].shape)
 
 
 def loop_of(graph: fx.Graph, entry: fx.Node, exit_: fx.Node, caches: set[fx.Node]) -> Loop:

@@ -1,0 +1,81 @@
+"""Select form to cond form: fitted and calibrated exits keep their tensors, their answers and their taps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hcx.passes.exits import calibrate, fit, set_thresholds
+from hcx.rewrite import NoMatchError, UsageError, load, trace
+
+from tests.conftest import tiny_llama, token_ids
+
+PLACES = (2, 4)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    model = tiny_llama(6)
+    return trace(model, (token_ids(24).reshape(2, 12),), {"use_cache": False})
+
+
+@pytest.fixture(scope="module")
+def cached():
+    return trace(tiny_llama(6), (token_ids(24).reshape(2, 12),))
+
+
+def same(one, other, ids) -> bool:
+    with torch.no_grad():
+        (a, taps), (b, others) = (p(ids, taps=True) for p in (one, other))
+    key = "exits.depth"
+    return torch.equal(a.logits, b.logits) and torch.equal(taps[key], others[key])
+
+
+@pytest.mark.parametrize(
+    "options", ["head=affine", "head=norm,score=margin", "head=mlp,score=probe", "score=gate", "candidates=16"]
+)
+def test_calibrated_exits_skip_with_the_same_answers(plain, options, tmp_path):
+    exits = plain.rewrite(f"exits{{at=[2,4],{options}}}", check=False)
+    calls = [[token_ids(200)[i * 24 : i * 24 + 24].reshape(2, 12)] for i in range(6)]
+    if "affine" in options or "probe" in options or "gate" in options or "candidates" in options:
+        exits, _ = fit(exits, [exits.signature.complete(c) for c in calls])
+    batches = [exits.signature.complete(c) for c in calls]
+    exits, report = calibrate(exits, batches[:3], batches[3:], budget=4.5)
+    fast = exits.rewrite("skipping")
+    assert fast.history[-1]["contract"]["contract"] == "Exact"
+    depths = set()
+    for shape in ((2, 12), (1, 1), (5, 7)):
+        ids = token_ids(60)[: shape[0] * shape[1]].reshape(shape)
+        assert same(exits, fast, ids)
+        depths |= set(fast(ids, taps=True)[1]["exits.depth"].flatten().tolist())
+    assert len(depths) > 1, "nobody left, or nobody stayed"
+    assert set(fast.state_dict()) == set(exits.state_dict())
+    fast.save(tmp_path / "fast.hcx")
+    assert same(load(tmp_path / "fast.hcx"), fast, token_ids(24).reshape(2, 12))
+    with pytest.raises(UsageError, match="in cond form"):
+        calibrate(fast, batches, batches, budget=4.0)
+
+
+def test_it_is_the_cond_form_of_the_pass(plain):
+    exits = plain.rewrite("exits{at=[2,4],form=select}", check=False)
+    other = plain.rewrite("exits{at=[2,4],form=cond}", check=False)
+    fast = set_thresholds(exits, {2: 0.03, 4: 0.02}).rewrite("skipping", check=False)
+    other.load_state_dict(fast.state_dict())
+    assert same(other, fast, token_ids(40).reshape(4, 10)) and fast.taps == other.taps
+    ops = [sorted(str(n.target) for n in p.graph.nodes if n.op == "call_function") for p in (fast, other)]
+    assert [o for o in ops[0] if "higher_order" not in o] == [o for o in ops[1] if "higher_order" not in o]
+
+
+def test_a_cache_needs_to_know_what_skipped_blocks_leave_in_it(cached):
+    exits = cached.rewrite("exits{at=[2,4],threshold=0.02}", check=False)
+    with pytest.raises(NoMatchError, match="kv=propagate"):
+        exits.rewrite("skipping")
+    fast = exits.rewrite("skipping{kv=propagate}")
+    other = cached.rewrite("exits{at=[2,4],threshold=0.02,form=cond,kv=propagate}", check=False)
+    assert fast.history[-1]["contract"]["contract"] == "Structural"
+    assert same(fast, other, token_ids(24).reshape(2, 12))
+    assert cached.rewrite("exits{at=[2,4]},skipping{kv=propagate}").history[-1]["contract"]["contract"] == "Exact"
+
+
+def test_without_exits_there_is_nothing_to_skip(plain):
+    with pytest.raises(NoMatchError, match="rewrite with `exits` first"):
+        plain.rewrite("skipping")
