@@ -1,13 +1,12 @@
-"""Early exits: the pass, fitting and calibrating what it inserted, what each way through the model costs, losses, and running them
-in pieces."""
+"""Early exits: the pass, fitting, calibrating and costing what it inserted, losses, and running it in pieces."""
 
 from .calibrate import Calibration, calibrate, set_thresholds
 from .compact import Compact
 from .costs import Costs, exit_costs
 from .exits import Exits
 from .fit import Fit, fit
-from .skipping import Skipping
 from .runtime import Decoder, Generated, Step, sampler
+from .skipping import Skipping
 from .speculate import Speculated, speculate
 from .split import split
 from .trials import Trials, measure, token_batches
