@@ -156,7 +156,7 @@ def main() -> int:
     model, works = texts()
     base = trace(model, (works[0][:24].reshape(2, 12),))
     {"agreement": agreement, "speculation": speculation, "cost": cost}[arguments.part](
-        log, base, works, arguments.windows
+        log, base, works, arguments.windows, arguments.quick
     )
     print(f"{len(log.missed)} bars missed")
     return bool(log.missed)

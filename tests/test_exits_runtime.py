@@ -69,12 +69,15 @@ def test_smollm2_recomputes_exactly_over_3_x_64_tokens(smollm2, max_diff):
     threshold = logits[0].softmax(-1).amax(-1).flatten().quantile(0.7).item()
     set_thresholds(program, threshold)
     expected, depths = taken(logits, threshold, places, 30)
-    got, found = fed(Decoder(program, "recompute"), ids)
+    decoder = Decoder(program, "recompute")
+    got, found = fed(decoder, ids)
+    usual = max_diff(fed(decoder, ids, leave=False)[0], logits[-1])  # of decoding through a cache without exits
     shares = [round((depths == k).float().mean().item(), 2) for k in (*places, 30)]
     worst = max_diff(got, expected)
-    print(f"shares {shares}, largest difference {worst:.2g} of logits up to {expected.abs().max().item():.3g}")
+    print(f"shares {shares}; largest difference {worst:.2g}, without exits {usual:.2g}, of logits up to "
+          f"{expected.abs().max().item():.3g}")  # fmt: skip
     assert min(shares) >= 0.05 and torch.equal(found, depths)
-    assert worst <= NEAR * max(1.0, expected.abs().max().item() / 10)
+    assert worst <= max(NEAR, 2 * usual) and usual <= 1e-3
 
 
 def test_propagate_holds_what_has_left_where_it_was(llama, exits, max_diff):
