@@ -107,7 +107,6 @@ def cost(log: Log, base, works, windows: int, quick: bool) -> None:
     """Interleaved decode steps with the same past."""
     places = str(list(PLACES)).replace(" ", "")
     options = f"exits{{at={places},head=affine,score=probe"
-    cond = base.rewrite(options + ",form=cond,kv=propagate}", check=False)
     select = base.rewrite(options + "}", check=False)
     decoder = Decoder(select)
     prompt = works[1][:64][None]
@@ -118,15 +117,10 @@ def cost(log: Log, base, works, windows: int, quick: bool) -> None:
     flat = base.signature.by_name({"input_ids": token, **cache})
     decoder.feed(prompt)
 
-    def pieces() -> None:
-        decoder.feed(token)
-        decoder.crop(64)
-
-    runs = {
-        "plain": lambda: base.run_flat(flat),
-        "cond": lambda: cond.run_flat(cond.signature.complete(flat)),
-        "pieces": pieces,
-    }
+    runs = {"plain": lambda: base.run_flat(flat), "pieces": lambda: decoder.feed(token)}
+    if not quick:
+        cond = base.rewrite(options + ",form=cond,kv=propagate}", check=False)
+        runs["cond"] = lambda: cond.run_flat(cond.signature.complete(flat))
     seen: dict[str, list[float]] = {name: [] for name in runs}
     cpu: dict[str, list[float]] = {name: [] for name in runs}
     with torch.no_grad():
@@ -137,7 +131,8 @@ def cost(log: Log, base, works, windows: int, quick: bool) -> None:
                 if number > 1:
                     seen[name].append(time.perf_counter() - start)
                     cpu[name].append(time.process_time() - used)
-    for name in ("cond", "pieces"):
+                decoder.crop(64)
+    for name in list(runs)[1:]:
         walls = statistics.median(a / b for a, b in zip(seen[name], seen["plain"], strict=True))
         cpus = statistics.median(a / b for a, b in zip(cpu[name], cpu["plain"], strict=True))
         text = f"never leaving with probes, {name}: {walls:.3f} x the plain step (wall), {cpus:.3f} x (CPU time)"
