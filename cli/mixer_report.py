@@ -83,16 +83,18 @@ h1 {{ font-size: 21px; }} h2 {{ font-size: 17px; margin-top: 32px; }} h3 {{ font
 svg {{ width: 100%; height: auto; }} .mixes svg {{ width: 46px; }}
 svg text {{ font: 10px system-ui, sans-serif; fill: var(--muted); }}
 svg .axis {{ stroke: var(--line); }} svg .cell {{ stroke: var(--line); stroke-width: .3; }}
-pre {{ overflow-x: auto; font-size: 12px; }} .muted {{ color: var(--muted); font-size: 13px; }}
+pre {{ overflow-x: auto; font-size: 11px; }} .muted {{ color: var(--muted); font-size: 13px; }}
 .warn {{ padding: 8px 12px; border-left: 4px solid var(--c1); }}
 </style></head><body>
 <h1>Mixers of {title}</h1>
 {body}
 </body></html>
 """
+LEAST_SPAN = 1e-3
+"""Smallest relative range that fills a chart: rounding noise shows as a straight line, and ends of an axis read apart."""
 CHARTS = (
     ("singular values of each mix", (("mean", "sigma1"), ("mean", "sigma2"), ("mean", "sigma_n")), False),
-    ("errors of row and column sums, worst position", (("worst", "row_error"), ("worst", "column_error")), True),
+    ("row and column errors, worst position", (("worst", "row_error"), ("worst", "column_error")), True),
     ("cosine and spread of the streams", (("mean", "cosine"), ("mean", "spread")), False),
     ("composite gain over depth", (("depth", "forward_gain"), ("depth", "backward_gain")), True),
     ("difference left over depth", (("depth", "difference_gain"), ("depth", "sigma2_product")), True),
@@ -157,8 +159,9 @@ def line_chart(
     rows = {name: [scaled(x) for x in values] for name, values in series.items()}
     known = [y for values in rows.values() for y in values if y is not None] or [0.0]
     low, high = min(known), max(known)
-    pad = 0.05 * (high - low) or 0.5
-    low, high = low - pad, high + pad
+    flat = high - low < LEAST_SPAN * max(1.0, abs(high))
+    pad = 0.5 if flat else 0.05 * (high - low)
+    low, high = (0.0 if not logarithmic and 0 <= low < pad else low - pad), high + pad
     left, right, top, bottom = 52, 390, 8, 150
     count = max(len(v) for v in rows.values())
 

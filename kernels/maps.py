@@ -18,6 +18,7 @@ _LIBRARY = torch.library.Library("hcx", "FRAGMENT")
 _LIBRARY.define("stream_head(Tensor streams, Tensor weight, float eps) -> Tensor")
 _LIBRARY.define("sinkhorn(Tensor logits, int steps, bool implicit) -> Tensor")
 _LIBRARY.define("permutation_mix(Tensor logits, int n) -> Tensor")
+_LIBRARY.define("kronecker_mix(Tensor logits, int n) -> Tensor")
 _LIBRARY.define("rotation(Tensor logits, int n) -> Tensor")
 _LIBRARY.define("cayley(Tensor logits, float alpha) -> Tensor")
 _LIBRARY.define("spectral_mix(Tensor left, Tensor right, Tensor middle, int n) -> Tensor")
@@ -106,6 +107,36 @@ def permutation_mix(logits: torch.Tensor, n: int) -> torch.Tensor:
     return (_table(_permutation_table, n, logits) @ weights.reshape(weights.shape[0], -1)).reshape(
         [n, n, *logits.shape[1:]]
     )
+
+
+@cache
+def kronecker_factors(n: int) -> tuple[int, ...]:
+    """Prime factors of n, smallest first: the sizes of the Kronecker factors."""
+    factors, rest, divisor = [], n, 2
+    while rest > 1:
+        while rest % divisor == 0:
+            factors.append(divisor)
+            rest //= divisor
+        divisor += 1
+    return tuple(factors)
+
+
+def kronecker_mix(logits: torch.Tensor, n: int) -> torch.Tensor:
+    """``U_1 (x) ... (x) U_K``, each a mixture of the f! permutations of its f streams: ``[sum f!, ...] -> [n, n, ...]``.
+
+    The first factor stands for the most significant digit of a stream's number.
+    """
+    start, mixed = 0, None
+    for factor in kronecker_factors(n):
+        count = math.factorial(factor)
+        part = permutation_mix(logits[start : start + count], factor)
+        start += count
+        if mixed is None:
+            mixed = part
+        else:  # H[(i, k), (j, l)] = U[i, j] V[k, l]
+            size = mixed.shape[0] * factor
+            mixed = (mixed[:, None, :, None] * part[None, :, None, :]).reshape([size, size, *logits.shape[1:]])
+    return mixed
 
 
 def logits_of_rotation(n: int) -> int:
@@ -314,6 +345,7 @@ DEFINITIONS = {
     "stream_head": stream_head,
     "sinkhorn": sinkhorn,
     "permutation_mix": permutation_mix,
+    "kronecker_mix": kronecker_mix,
     "rotation": rotation,
     "cayley": cayley,
     "spectral_mix": spectral_mix,

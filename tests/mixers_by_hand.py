@@ -18,6 +18,12 @@ Values = dict[str, torch.Tensor]
 def coefficients(mixer: str, values: Values, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Read ``[n]``, mix ``[n, n]`` and write ``[n]`` of one position; ``streams [n, C]``."""
     n = streams.shape[0]
+    if mixer == "ddl":
+        return (
+            values.get("read", torch.ones(n, dtype=streams.dtype)),
+            torch.eye(n, dtype=streams.dtype),
+            values["write"],
+        )
     if mixer == "hc":
         return values["read"], values["mix"], values["write"]
     if mixer == "hc,dynamic=true":
@@ -34,7 +40,7 @@ def coefficients(mixer: str, values: Values, streams: torch.Tensor) -> tuple[tor
     if mixer == "shc":
         return read, spectral(values, rest, n), write
     logits = values["mix_gate"] * rest + values["mix_bias"]
-    mix: Callable = {"mhc": log_sinkhorn, "mhc_lite": permuted, "ohc": rotated}[mixer]
+    mix: Callable = {"mhc": log_sinkhorn, "mhc_lite": permuted, "ohc": rotated, "kromhc": kronecker}[mixer]
     return read, mix(logits, n), write
 
 
@@ -62,6 +68,28 @@ def permuted(logits: torch.Tensor, n: int) -> torch.Tensor:
     return sum(
         w * torch.eye(n, dtype=w.dtype)[list(p)] for w, p in zip(weights, itertools.permutations(range(n)), strict=True)
     )
+
+
+def kronecker(logits: torch.Tensor, n: int) -> torch.Tensor:
+    """Factors of two streams, then one of three where n has it."""
+    whole, start = torch.ones(1, 1, dtype=logits.dtype), 0
+    for factor in {2: [2], 3: [3], 4: [2, 2], 6: [2, 3], 8: [2, 2, 2]}[n]:
+        count = math.factorial(factor)
+        whole = torch.kron(whole, permuted(logits[start : start + count], factor))
+        start += count
+    return whole
+
+
+def delta_rule(values: Values, streams: torch.Tensor, view: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
+    """Streams after a write of deep delta learning: ``A X + k v*^T`` with the operator ``A = I - g k k^T`` and the target
+    ``v* = |f| rho + g v``. One position; ``streams [m, C]``, ``view`` and ``update [C]``."""
+    logits = values["phi"] @ (view / (view.pow(2).mean() + 1e-6).sqrt()) + values["phi_bias"]
+    gate = (values["strength"][0] * 2 / (1 + (-logits[0]).exp())).clamp(0, 2)
+    length = (update.pow(2).sum() + 1e-10).sqrt()
+    k = update / length
+    operator = torch.eye(len(k), dtype=k.dtype) - gate * torch.outer(k, k)
+    target = length * values["write"] + gate * 4 / (1 + (-logits[1:]).exp())
+    return (operator @ streams.T + torch.outer(k, target)).T
 
 
 def hamilton(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

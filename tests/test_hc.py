@@ -71,13 +71,23 @@ class ByHand:
         for number, (branch, after) in enumerate(r for b in blocks for r in b):
             read, mix, write = self.coefficients(f"{prefix}.{number}.", number, torch.stack(streams))
             update = branch(sum(read[i] * streams[i] for i in range(n)))
-            streams = [after(sum(mix[i][j] * streams[j] for j in range(n)) + write[i] * update) for i in range(n)]
+            if self.mixer == "ddl" and number not in self.removed:
+                streams = [after(s) for s in self.delta_rule(f"{prefix}.{number}.", torch.stack(streams), read, update)]
+            else:
+                streams = [after(sum(mix[i][j] * streams[j] for j in range(n)) + write[i] * update) for i in range(n)]
             self.seen.append(streams)
         self.stack += 1
         return head(self.reduced(streams, prefix))
 
     def reduced(self, streams: list[torch.Tensor], prefix: str = "hcx.hc_0.0") -> torch.Tensor:
         return sum(self.values[f"{prefix}.reduce"][i] * s for i, s in enumerate(streams))
+
+    def delta_rule(self, site: str, streams: torch.Tensor, read: torch.Tensor, update: torch.Tensor):
+        values = {k.removeprefix(site): v.double() for k, v in self.values.items() if k.startswith(site)}
+        view = (read * streams).sum(0).double().flatten(0, -2)
+        rows = zip(streams.double().flatten(1, -2).unbind(1), view, update.double().flatten(0, -2), strict=True)
+        new = torch.stack([mixers_by_hand.delta_rule(values, *row) for row in rows], 1)
+        return new.reshape(streams.shape).to(streams.dtype)
 
     def coefficients(self, site: str, number: int, streams: torch.Tensor):
         n = self.mult
@@ -103,9 +113,10 @@ def test_the_model_taken_apart_is_the_model(name):
         assert distance(NETS[name](model, *args, plain), model(*args)) <= 1e-5
 
 
-MIXERS = ["hc", "hc,dynamic=true", "ihc", "mhc", "mhc_lite", "ohc", "shc", "jpmhc"]
+MIXERS = ["hc", "hc,dynamic=true", "ihc", "mhc", "mhc_lite", "ohc", "shc", "jpmhc", "kromhc", "ddl"]
 MANIFOLDS = ["jpmhc,manifold=bistochastic", "jpmhc,manifold=grassmann", "jpmhc,manifold=grassmann,projector=3"]
 FEWER = [("ohc", 2), ("ohc", 3), ("shc", 2), ("shc", 3), ("mhc", 3), ("mhc_lite", 3), ("jpmhc", 2), ("jpmhc", 3)]
+FEWER += [("kromhc", 2), ("kromhc", 3), ("kromhc", 6), ("kromhc", 8), ("ddl", 1), ("ddl", 3)]
 
 
 @pytest.mark.parametrize(("mixer", "mult"), [*((m, 4) for m in MANIFOLDS), *FEWER])
@@ -198,7 +209,8 @@ def test_replicate_is_bitwise(name, dtype):
         model = copy.deepcopy(model).to(dtype)
         args = tuple(a.to(dtype) if a.is_floating_point() else a for a in args)
         program = trace(model, args)
-    every = ("mixer=hc", "mixer=ihc", "mult=3", "mixer=mhc", "mixer=mhc_lite", "mixer=ohc", "mixer=shc", "mixer=jpmhc")
+    every = ("mixer=hc", "mixer=ihc", "mult=3", "mixer=mhc", "mixer=mhc_lite", "mixer=ohc", "mixer=shc", "mixer=jpmhc",
+             "mixer=kromhc", "mixer=ddl", "mixer=ddl,mult=1")  # fmt: skip
     for options in every if name == "llama" else every[:5]:
         new = program.rewrite(f"hc{{init=replicate,{options}}}", check=options == "mult=3")
         with torch.no_grad():
@@ -310,7 +322,19 @@ def test_an_edited_plan_keeps_replicate_bitwise(options):
         assert torch.equal(new(*args), model(*args))
 
 
-@pytest.mark.parametrize("options", ["mult=1", "mixer=ihc,init=replicate,mult=3", "stack=nowhere", "init=sum"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        "mult=1",
+        "mixer=ihc,init=replicate,mult=3",
+        "stack=nowhere",
+        "init=sum",
+        "mixer=kromhc,mult=5",
+        "mixer=kromhc,mult=10",
+        "mixer=ddl,mult=0",
+        "mixer=kromhc,mult=0",
+    ],
+)
 def test_options_that_cannot_be_are_refused(options):
     with pytest.raises((UsageError, PlanError)):
         traced("llama")[2].plan(f"hc{{{options}}}")

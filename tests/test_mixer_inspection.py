@@ -270,3 +270,20 @@ def test_what_cannot_be_shown_is_refused(written, tmp_path):
 def test_a_chart_keeps_gaps_and_names():
     chart = line_chart({"a<b": [1.0, None, 2.0, 3.0], "flat": [1.0] * 4}, logarithmic=True)
     assert chart.count("<polyline") == 3 and "a&lt;b" in chart and "a<b" not in chart
+
+
+def heights(chart: str) -> list[float]:
+    return [float(p.partition(",")[2]) for line in re.findall(r'points="([^"]*)"', chart) for p in line.split()]
+
+
+@pytest.mark.parametrize("logarithmic", [False, True])
+def test_rounding_noise_is_drawn_as_a_straight_line_and_differences_are_not(logarithmic):
+    noise = heights(line_chart({"a": [1.0, 1.0 + 3e-7, 1.0 - 2e-7]}, logarithmic=logarithmic))
+    real = heights(line_chart({"a": [1.0, 1.02, 0.98]}, logarithmic=logarithmic))
+    assert max(noise) - min(noise) <= 0.1 and max(real) - min(real) > 100
+
+
+def test_an_axis_of_angles_does_not_begin_below_zero():
+    assert ">0.0000<" in line_chart({"a": [0.4, 80.0]}) and "-" not in "".join(
+        re.findall(r">([^<>]+)</text>", line_chart({"a": [0.4, 80.0]}))
+    )

@@ -173,6 +173,23 @@ def test_permutation_mixes_are_doubly_stochastic(n, std):
     assert max((mixed.sum(d) - 1).abs().max() for d in (1, 2)) <= 1e-6 and mixed.min() >= 0
 
 
+@pytest.mark.parametrize("std", [1.0, 5.0])
+@pytest.mark.parametrize(("n", "logits"), [(2, 2), (3, 6), (4, 4), (6, 8), (8, 6)])
+def test_kronecker_mixes_are_doubly_stochastic_and_commute(n, logits, std):
+    mixed = matrices(maps.kronecker_mix(draws(logits, std=std), n))
+    assert max((mixed.sum(d) - 1).abs().max() for d in (1, 2)) <= 1e-6 and mixed.min() >= 0
+    if n in (2, 4, 8):  # the group of bit flips
+        assert (mixed - mixed.mT).abs().max() <= 1e-6
+        assert (mixed[1:] @ mixed[:-1] - mixed[:-1] @ mixed[1:]).abs().max() <= 1e-6
+        assert torch.linalg.det(mixed).min() >= (-1e-6 if n > 2 else -1)
+
+
+def test_the_first_kronecker_factor_is_the_most_significant_digit():
+    logits = torch.tensor([-50.0, 50.0, 50.0, -50.0])[:, None]  # the first pair swaps
+    order = maps.kronecker_mix(logits, 4)[..., 0].argmax(1).tolist()
+    assert order == [2, 3, 0, 1]
+
+
 @pytest.mark.parametrize("rank", [1, 2, 3])
 def test_projectors_keep_the_mean_and_have_their_rank(rank):
     mixed = maps.pinned_projector(torch.randn(3, rank - 1, dtype=torch.float64))
@@ -205,9 +222,53 @@ def test_the_implicit_gradient_is_that_of_the_limit():
     assert (implicit - limit).abs().max() <= 1e-5 * scale < (short - limit).abs().max()
 
 
+# ---- deep delta learning
+
+
+@pytest.mark.parametrize("mult", [1, 4])
+def test_every_head_of_the_delta_rule_learns_after_one_step(mult):
+    """Also where the first step makes the strength negative, which the clamp to [0, 2] would leave dead."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 8, dtype=torch.float64)
+    program = trace(Two().double().eval(), (x,)).rewrite(f"hc{{mixer=ddl,mult={mult}}}")
+    new = program.new_parameters()
+    strengths = [p for n, p in new.items() if n.endswith("strength")]
+    optimizer = torch.optim.SGD(new.values(), lr=0.1)
+    signs = set()
+    for direction in (1.0, -1.0):
+        for parameter in strengths:
+            parameter.detach().zero_()
+        for _ in range(2):
+            optimizer.zero_grad()
+            (direction * program(x)[..., 0].mean()).backward()
+            optimizer.step()
+            signs |= {bool(s > 0) for s in strengths}
+        heads = {n: p.grad for n, p in new.items() if "phi" in n}
+        assert len(heads) == 4 and all(g.square().sum() > 0 for g in heads.values())
+        assert all(s.grad.abs() > 0 for s in strengths)
+    assert signs == {True, False}
+
+
+def test_the_published_delta_rule_is_seen_to_change_the_function():
+    """Without rho a branch gives its direction only."""
+    from hcx.rewrite.contracts import Rounding, compare
+
+    program = trace(Two().eval(), (torch.randn(2, 5, 8),)).rewrite("hc{mixer=ddl,mult=1}")
+    x = torch.randn(2, 5, 8)
+    before = program(x)
+    promise = Rounding(program.history[-1]["contract"]["k"])
+    assert promise.check(compare([program(x)], [before]))
+    with torch.no_grad():
+        for name, parameter in program.new_parameters().items():
+            parameter.fill_(1.0) if name.endswith("strength") else None
+            parameter.zero_() if name.endswith("write") else None
+    assert not promise.check(compare([program(x)], [before]))
+
+
 # ---- export
 
 KINDS = ["hc,dynamic=true", "ihc", "mhc", "mhc_lite", "ohc", "shc", "jpmhc", "jpmhc,manifold=grassmann", "ohc,mult=8"]
+KINDS += ["kromhc", "kromhc,mult=6", "ddl", "ddl,mult=1"]
 
 
 @pytest.mark.parametrize("mixer", KINDS)

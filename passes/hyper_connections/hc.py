@@ -36,8 +36,9 @@ class HyperConnections(Pass):
 
     Args:
         mixer: ``hc`` (free coefficients), ``ihc`` (identity mix), ``mhc`` (Sinkhorn), ``mhc_lite`` (permutations),
-            ``ohc`` (rotations), ``shc`` (spectral sphere), ``jpmhc`` (bistochastic, Cayley or Grassmann).
-        mult: number of streams n.
+            ``ohc`` (rotations), ``shc`` (spectral sphere), ``jpmhc`` (bistochastic, Cayley or Grassmann), ``kromhc``
+            (Kronecker products of permutation mixtures), ``ddl`` (deep delta learning: streams are value channels).
+        mult: number of streams n; 1 for ``ddl`` alone.
         init: ``mean`` keeps the mean over streams and lets them differ from the start; ``rotate`` keeps them equal with
             reads that differ (all that post-norm allows); ``replicate`` is bitwise where the mix starts at the
             identity, for goldens; ``transport`` keeps another functional, so that everything has a gradient at once;
@@ -55,7 +56,7 @@ class HyperConnections(Pass):
     rank: ClassVar[int | None] = 10
     aliases: ClassVar[dict[str, str]] = {"hc_mult": "mult", "hc_sinkhorn_iters": "sinkhorn_iters"}
 
-    mixer: Literal["hc", "ihc", "mhc", "mhc_lite", "ohc", "shc", "jpmhc"] = "hc"
+    mixer: Literal["hc", "ihc", "mhc", "mhc_lite", "ohc", "shc", "jpmhc", "kromhc", "ddl"] = "hc"
     mult: int = 4
     init: Literal["mean", "rotate", "replicate", "transport"] | None = None
     dynamic: bool = False
@@ -67,16 +68,11 @@ class HyperConnections(Pass):
     stack: str | None = None
 
     def __post_init__(self) -> None:
-        if self.mult < 2:
-            raise UsageError(f"hc{{mult={self.mult}}}: at least two streams are needed", where="mult")
         system = MIXERS[self.mixer]
-        if system.numbers is not None and self.mult not in system.numbers:
-            raise UsageError(
-                f"{self.mixer} is made for {', '.join(map(str, system.numbers))} streams, not {self.mult}",
-                where="mult",
-                hint="it mixes all permutations of the streams; use mhc, ohc or shc for more",
-            )
-        if self.mixer != "hc" and self.init == "replicate" and not is_power_of_two(self.mult):
+        if self.mult < 1 or (reason := system.refusal(self.mult)):
+            reason = reason if self.mult > 0 else "a number of streams is at least 1"
+            raise UsageError(f"{self.mixer} is not made for mult={self.mult} streams", where="mult", hint=reason)
+        if not system.static_reads and self.init == "replicate" and not is_power_of_two(self.mult):
             raise UsageError(
                 f"{self.mixer} cannot read one stream alone, and 1/{self.mult} is rounded; replicate needs mult to be a "
                 "power of two",
@@ -168,7 +164,7 @@ class HyperConnections(Pass):
         """Bitwise for ``replicate``; else each site rounds once more, and the branches behind it carry that on."""
         sites = plan.sites or ()
         system = MIXERS[self.mixer]
-        exact = system.keeps_equal_streams(self) and (self.mixer == "hc" or system.reads_exactly(self.mult))
+        exact = system.keeps_equal_streams(self) and (system.static_reads or system.reads_exactly(self.mult))
         moved = any(s.detail.get("reordered") or s.detail.get("restrided") for s in sites)
         if exact and not moved and all(s.detail["init"] == "replicate" for s in sites):
             return Exact()
@@ -179,7 +175,7 @@ class HyperConnections(Pass):
         parts = name.split(".")
         if len(parts) > 2 and parts[1] == "0" and parts[2].startswith("read"):
             return "before the first write all streams are multiples of one vector, and the branch's norm removes its scale"
-        if self.mixer != "hc" and len(parts) > 2 and parts[2].startswith("read"):
+        if not MIXERS[self.mixer].static_reads and len(parts) > 2 and parts[2].startswith("read"):
             return "reads start behind a gate of 0.01, and the branch's norm removes their common scale"
         if self.init not in ("mean", "replicate", "transport") and parts[-1] in ("read", "reduce"):
             return "reads of equal streams get a gradient only when writes have separated the streams"
@@ -187,6 +183,8 @@ class HyperConnections(Pass):
             return reason
         if self.init == "replicate":
             return "equal streams stay equal"
+        if self.mult == 1 and parts[-1] in ("expand", "reduce"):
+            return "one stream: the norm behind it removes its scale"
         return None
 
     def caveat(self) -> str | None:
@@ -271,6 +269,8 @@ class _Spine:
             max(last, coefficients.write, *([coefficients.mix] if coefficients.mix else [])), role="write", site=number
         ):
             update = self._update(residual)
+            if coefficients.late is not None:
+                coefficients.write = coefficients.late(view, update)
             carried = self._carry(streams, link.skip, link.scale)
             if coefficients.mix is None:
                 written = self.editor.call(OPS.stream_add.default, carried, update, coefficients.write)

@@ -40,7 +40,7 @@ def expand_start(init: str, n: int) -> torch.Tensor:
     if init == "transport":
         entry = expand_start("mean", n)
         return entry / (functional(n) @ entry)
-    if init != "mean":
+    if init != "mean" or n == 1:
         return torch.ones(n, dtype=torch.float64)
     return _vector([1.3, 1.1, 0.9, 0.7]) if n == 4 else torch.linspace(1.3, 0.7, n, dtype=torch.float64)
 
@@ -63,7 +63,7 @@ def site_start(init: str, n: int, number: int) -> Start:
         n: number of streams.
     """
     ones, mean = torch.ones(n, dtype=torch.float64), torch.full((n,), 1.0 / n, dtype=torch.float64)
-    if init == "replicate":
+    if init == "replicate" or n == 1:
         return Start(mean if is_power_of_two(n) else _one_hot(number % n, n), ones)
     if init == "rotate":
         read = torch.full((n,), 0.45 / (n - 1), dtype=torch.float64)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -24,6 +25,8 @@ class Coefficients:
     write: fx.Node
     mix: fx.Node | None = None
     rows_sum_to_one: bool = False
+    late: Callable[[fx.Node, fx.Node], fx.Node] | None = None
+    """Makes the write from what the branch has read and returned, where a method has it depend on them."""
 
 
 @dataclass(frozen=True)
@@ -72,12 +75,16 @@ class Mixer:
     Attributes:
         name: as in ``hc{mixer=...}``.
         channels_last_only: needs features in the last dimension.
-        numbers: numbers of streams n that the method allows; None for all from 2 on.
+        static_reads: reads are parameters as they are, so that a stream alone can be read.
     """
 
     name: ClassVar[str]
     channels_last_only: ClassVar[bool] = True
-    numbers: ClassVar[tuple[int, ...] | None] = None
+    static_reads: ClassVar[bool] = False
+
+    def refusal(self, n: int) -> str | None:
+        """Why the method does not take n streams, or None."""
+        return None if n >= 2 else "at least two streams are needed"
 
     def reads_exactly(self, n: int) -> bool:
         """Whether a read of 1/n comes out as 1/n bit for bit."""

@@ -18,6 +18,7 @@ class HC(Mixer):
 
     name = "hc"
     channels_last_only = False
+    static_reads = True
 
     def starts_at_identity(self, options: Any) -> bool:
         """Always."""

@@ -16,7 +16,10 @@ class MHCLite(Head):
     """``n C (2n + n!) + 2n + n! + 3`` parameters a site, so n is at most 4."""
 
     name = "mhc_lite"
-    numbers = (2, 3, 4)
+
+    def refusal(self, n: int) -> str | None:
+        """More than 24 permutations would be more parameters than the branch has."""
+        return None if 2 <= n <= 4 else "it mixes all permutations of 2, 3 or 4 streams; use mhc, ohc or shc for more"
 
     def rows_sum_to_one(self, options: Any) -> bool:
         """Always."""
