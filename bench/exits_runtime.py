@@ -114,13 +114,15 @@ def cost(log: Log, base, works, windows: int, quick: bool) -> None:
         past = dict(zip(base.output_names, base.run_flat(base.signature.by_name({"input_ids": prompt})), strict=True))
     cache = {"past_key_values" + n.removeprefix("present"): t for n, t in past.items() if n.startswith("present")}
     token = works[1][64:65][None]
-    flat = base.signature.by_name({"input_ids": token, **cache})
     decoder.feed(prompt)
 
-    runs = {"plain": lambda: base.run_flat(flat), "pieces": lambda: decoder.feed(token)}
+    runs = {
+        "plain": lambda: base.run_flat(base.signature.by_name({"input_ids": token, **cache})),
+        "pieces": lambda: decoder.feed(token),
+    }
     if not quick:
         cond = base.rewrite(options + ",form=cond,kv=propagate}", check=False)
-        runs["cond"] = lambda: cond.run_flat(cond.signature.complete(flat))
+        runs["cond"] = lambda: cond.run_flat(cond.signature.by_name({"input_ids": token, **cache}))
     seen: dict[str, list[float]] = {name: [] for name in runs}
     cpu: dict[str, list[float]] = {name: [] for name in runs}
     with torch.no_grad():
