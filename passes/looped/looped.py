@@ -15,6 +15,7 @@ from hcx.rewrite.passbase import Pass
 from hcx.rewrite.plan import PassPlan, Reason, Site, Skip
 from hcx.rewrite.program import Program
 from hcx.rewrite.sites import Stack
+from hcx.rewrite.spans import span_of
 from torch import fx
 
 from . import runtime, sweep
@@ -22,7 +23,7 @@ from .forms import NAMES, Form, form, is_neutral
 from .marks import close
 from .readouts import add_readouts
 from .uses import outside_notes, shared_uses
-from .window import Jump, after_norm, default_window, grows, loop_of, measured_jumps, sink_notes
+from .window import Jump, after_norm, default_window, grows, measured_jumps, sink_notes
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,7 @@ class Looped(Pass):
                 )
             )
             return
-        loop = loop_of(program.graph, entry, exit_, cache_nodes(program))
+        loop = span_of(program.graph, entry, exit_, cache_nodes(program))
         if self.runtime and loop.caches:
             plan.skips.append(Skip(address, Reason.UNSUPPORTED, runtime.CACHE))
             return
@@ -221,7 +222,7 @@ class Looped(Pass):
         detail = site.detail
         stack = find(program).stack(detail["stack"])
         entry, exit_ = self._cut(program, stack, detail["start"], detail["end"])
-        loop = loop_of(program.graph, entry, exit_, cache_nodes(program))
+        loop = span_of(program.graph, entry, exit_, cache_nodes(program))
         readers = set(exit_.users)
         output_nodes = set(program.graph.output_node().args[0])
         ways = _form(stack, entry, detail)

@@ -13,10 +13,10 @@ import torch
 from hcx.rewrite.editor import Editor
 from hcx.rewrite.program import Program
 from hcx.rewrite.regions import Region
+from hcx.rewrite.spans import Span
 from torch import fx
 
 from .mixing import update_output
-from .window import Loop
 
 INPUT = "steps"
 CACHE = (
@@ -33,7 +33,7 @@ def further(steps: torch.Tensor) -> torch.Tensor:
 def insert(
     program: Program,
     editor: Editor,
-    loop: Loop,
+    loop: Span,
     mix: Callable | None,
     scalar: fx.Node,
     steps: int,
