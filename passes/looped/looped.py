@@ -23,7 +23,7 @@ from .forms import NAMES, Form, form, is_neutral
 from .marks import close
 from .readouts import add_readouts
 from .uses import outside_notes, shared_uses
-from .window import Jump, after_norm, default_window, grows, measured_jumps, sink_notes
+from .window import Jump, after_norm, default_window, grows, measured_jumps, run_windows, sink_notes
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,8 @@ class Looped(Pass):
     Args:
         start, end: half-open range of original block numbers; default: a window of equal blocks near the middle, away
             from the block in which the attention sink appears. ``start=auto``: the window that loses least on the
-            example, or on the text that ``hcx plan --text`` is given.
+            example, or on the text that ``hcx plan --text`` is given. ``start=runs``: every run of equal blocks (the
+            stages of an image network), each as a loop of its own with a scalar of its own.
         steps: number of passes T over the window.
         scalar: initial mixing scalar; 0 keeps the model's function bitwise.
         mix: ``input`` mixes what an iteration reads, ``input_rms`` does so at the norm of the window's input,
@@ -51,8 +52,13 @@ class Looped(Pass):
 
     name: ClassVar[str] = "looped"
     rank: ClassVar[int | None] = 20
+    aliases: ClassVar[dict[str, str]] = {
+        "loop_layer_index_start": "start",
+        "loop_layer_index_end": "end",
+        "loop_num_passes": "steps",
+    }
 
-    start: int | Literal["auto"] | None = None
+    start: int | Literal["auto", "runs"] | None = None
     end: int | None = None
     steps: int = 2
     scalar: float = 0.0
@@ -80,7 +86,13 @@ class Looped(Pass):
                 where="runtime",
                 hint="leave runtime out, or the other options",
             )
-        if self.mix == "full" and (self.scalar or self.start == "auto"):
+        if self.start == "runs" and (self.runtime or (self.readout, self.gate) != ("final", "none")):
+            raise UsageError(
+                "looped{start=runs} takes no runtime, readout or gate: they are of one window",
+                where="start",
+                hint="give start and end, or leave the other options out",
+            )
+        if self.mix == "full" and (self.scalar or isinstance(self.start, str)):
             raise UsageError(
                 "looped{mix=full} has no scalar and one window: it feeds the whole stack back",
                 where="scalar" if self.scalar else "start",
@@ -113,8 +125,8 @@ class Looped(Pass):
         jumps = measured_jumps(program, stack)
         uses = shared_uses(program.graph, stack)
         shared = self.end is None and uses is not None and 2 * (uses.end - uses.start) > len(stack.blocks)
-        window = None if shared else self._window(program, stack, jumps)
-        if window is None:
+        windows = [] if shared else self._windows(program, stack, jumps)
+        if not windows:
             plan.skips.append(
                 Skip(
                     stack.label,
@@ -123,22 +135,26 @@ class Looped(Pass):
                 )
             )
             return plan
-        self._plan_window(program, stack, *window, jumps, plan)
+        for window in windows:
+            self._plan_window(program, stack, *window, jumps, plan)
         if uses is not None and not plan.skips:
             plan.notes.append(
                 f"the model loops by itself: {uses}; every pass keeps the constants of the blocks it repeats"
             )
         return plan
 
-    def _window(self, program: Program, stack: Stack, jumps: list[Jump]) -> tuple[int, int] | None:
+    def _windows(self, program: Program, stack: Stack, jumps: list[Jump]) -> list[tuple[int, int]]:
         if self.end is not None:
-            return self.start, self.end
+            return [(self.start, self.end)]
         if self.mix == "full":
-            return 0, stack.depth
+            return [(0, stack.depth)]
         if self.start == "auto":
             rows = sweep.sweep(program, self, sweep.example_text(program))
-            return sweep.best(rows)
-        return default_window(stack, jumps)
+            return [sweep.best(rows)]
+        if self.start == "runs":
+            return run_windows(stack)
+        window = default_window(stack, jumps)
+        return [window] if window else []
 
     def _plan_window(
         self, program: Program, stack: Stack, start: int, end: int, jumps: list[Jump], plan: PassPlan
@@ -202,9 +218,11 @@ class Looped(Pass):
         plan.sites.append(Site(address, "window", detail))
         width = int(value(entry).shape[_axis(stack, entry)])
         made = form(self.mix, scalar=self.scalar, width=width, steps=self.steps).parameters
+        new = sum(t.numel() for t in made.values()) if self.steps > 1 else 0
+        so_far = plan.estimate or {"extra block applications": 0, "new parameters": 0}
         plan.estimate = {
-            "extra block applications": (self.steps - 1) * (end - start),
-            "new parameters": sum(t.numel() for t in made.values()) if self.steps > 1 else 0,
+            "extra block applications": so_far["extra block applications"] + (self.steps - 1) * (end - start),
+            "new parameters": so_far["new parameters"] + new,
         }
 
     def _cut(self, program: Program, stack: Stack, start: int, end: int) -> tuple[fx.Node, fx.Node]:
@@ -214,14 +232,20 @@ class Looped(Pass):
 
     def apply(self, program: Program, plan: PassPlan, editor: Editor) -> None:
         """Copy the window once for each further step; weights stay shared, caches get slots of their own."""
-        for number, site in enumerate(plan.sites or ()):
-            if site.detail["steps"] > 1:
-                self._apply_window(program, editor, number, site)
+        sites = [(n, s) for n, s in enumerate(plan.sites or ()) if s.detail["steps"] > 1]
+        if not sites:
+            return
+        stack = find(program).stack(sites[0][1].detail["stack"])  # once: a loop changes what is found
+        cuts = [self._cut(program, stack, s.detail["start"], s.detail["end"]) for _, s in sites]
+        ends: dict[fx.Node, fx.Node] = {}
+        for (number, site), (entry, exit_) in zip(sites, cuts, strict=True):
+            ends[exit_] = self._apply_window(program, editor, number, site, stack, ends.get(entry, entry), exit_)
 
-    def _apply_window(self, program: Program, editor: Editor, number: int, site: Site) -> None:
+    def _apply_window(
+        self, program: Program, editor: Editor, number: int, site: Site, stack: Stack, entry: fx.Node, exit_: fx.Node
+    ) -> fx.Node:
+        """Loop one window; returns what the rest of the model now reads in the place of its exit."""
         detail = site.detail
-        stack = find(program).stack(detail["stack"])
-        entry, exit_ = self._cut(program, stack, detail["start"], detail["end"])
         loop = span_of(program.graph, entry, exit_, cache_nodes(program))
         readers = set(exit_.users)
         output_nodes = set(program.graph.output_node().args[0])
@@ -231,8 +255,7 @@ class Looped(Pass):
         tensors = [editor.parameter(f"{label}{n}", t.to(**like)) for n, t in ways.parameters.items()]
         key = f"{self.name}_{editor.number}{f'.{number}' if number else ''}"
         if detail.get("runtime"):
-            runtime.insert(program, editor, loop, ways.mix, tensors[0], detail["steps"], readers)
-            return
+            return runtime.insert(program, editor, loop, ways.mix, tensors[0], detail["steps"], readers)
         state, last = exit_, max([exit_, *loop.nodes])
         states = [exit_]
         for step in range(2, detail["steps"] + 1):
@@ -259,6 +282,7 @@ class Looped(Pass):
         close(state, exit_, key, site.address, detail)
         if detail["readout"] == "steps" or detail["gate"] != "none":
             add_readouts(program, editor, stack, states, detail, label)
+        return state
 
     def fold(self, program: Program, sites: list[Site], prefix: str, weights: dict[str, torch.Tensor]) -> str | None:
         """Nothing to do for a loop that changes nothing: its mix is still neutral, or it has one step."""

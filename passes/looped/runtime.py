@@ -38,8 +38,8 @@ def insert(
     scalar: fx.Node,
     steps: int,
     readers: set[fx.Node],
-) -> None:
-    """Repeat the window as often as the input says.
+) -> fx.Node:
+    """Repeat the window as often as the input says; returns the state after the last iteration.
 
     Args:
         mix: what an iteration reads, of the window's entry, the state and the scalar; None mixes what it returns.
@@ -59,4 +59,4 @@ def insert(
             state = editor.inline(update_output, loop.exit, state, scalar)
     body = [n for n in program.graph.nodes if n not in known and n.op == "call_function"]
     editor.redirect(loop.exit, state, only=readers.__contains__)
-    editor.repeat(trips, Region(body, [state]), [loop.exit])
+    return editor.repeat(trips, Region(body, [state]), [loop.exit])[0]

@@ -50,6 +50,12 @@ def candidate_windows(stack: Stack, jumps: list[Jump]) -> list[tuple[int, int]]:
     return [(s, e) for s, e in dict.fromkeys(found) if s < e and keeps_shape(stack, s, e)]
 
 
+def run_windows(stack: Stack) -> list[tuple[int, int]]:
+    """Every run of equal blocks as a window of whole periods; the block that opens a stage with a new width is left out."""
+    whole = [(first, first + (last - first) // period * period) for first, last, period in _stretches(stack)]
+    return [(start, end) for start, end in whole if start < end and keeps_shape(stack, start, end)]
+
+
 def _stretches(stack: Stack) -> list[tuple[int, int, int]]:
     """Runs of equal blocks as (start, end, period) of original block numbers."""
     found = []
