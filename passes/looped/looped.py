@@ -18,7 +18,7 @@ from hcx.rewrite.sites import Stack
 from hcx.rewrite.spans import span_of
 from torch import fx
 
-from . import runtime, sweep
+from . import restart, runtime, sweep
 from .forms import NAMES, Form, form, is_neutral
 from .marks import close
 from .readouts import add_readouts
@@ -40,7 +40,8 @@ class Looped(Pass):
         mix: ``input`` mixes what an iteration reads, ``input_rms`` does so at the norm of the window's input,
             ``input_linear`` with a matrix; ``output`` mixes what it returns, ``output_vector`` with a gate a channel;
             ``damped`` takes T sub-steps of 1/T and mixes their end with the first pass; ``full`` feeds the whole stack
-            and its final norm back (Ouro; changes the function unless steps=1). See :mod:`hcx.passes.looped.mixing`.
+            and its final norm back (Ouro; changes the function unless steps=1); ``restart`` begins every pass at the
+            window's input and lets branches hear from the pass before. See :mod:`hcx.passes.looped.mixing` and ``restart``.
         readout: ``steps`` taps the logits and state of every iteration; ``final`` leaves the answer alone.
         gate: ``ouro`` taps the probability to stop after each iteration, a linear gate on its state, for training.
         cache: ``per_iteration`` gives every pass cache slots of its own, which decodes exactly; with ``last`` all passes
@@ -62,7 +63,7 @@ class Looped(Pass):
     end: int | None = None
     steps: int = 2
     scalar: float = 0.0
-    mix: Literal["input", "input_rms", "input_linear", "output", "output_vector", "damped", "full"] = "input"
+    mix: Literal["input", "input_rms", "input_linear", "output", "output_vector", "damped", "full", "restart"] = "input"
     readout: Literal["final", "steps"] = "final"
     gate: Literal["none", "ouro"] = "none"
     cache: Literal["per_iteration", "last"] = "per_iteration"
@@ -91,6 +92,12 @@ class Looped(Pass):
                 "looped{start=runs} takes no runtime, readout or gate: they are of one window",
                 where="start",
                 hint="give start and end, or leave the other options out",
+            )
+        if self.mix == "restart" and (self.scalar or self.start == "auto"):
+            raise UsageError(
+                "looped{mix=restart} has no scalar: its gates start at 0",
+                where="scalar" if self.scalar else "start",
+                hint="leave it out, or choose another mix",
             )
         if self.mix == "full" and (self.scalar or isinstance(self.start, str)):
             raise UsageError(
@@ -186,6 +193,13 @@ class Looped(Pass):
         if self.runtime and loop.caches:
             plan.skips.append(Skip(address, Reason.UNSUPPORTED, runtime.CACHE))
             return
+        heard = restart.listeners(stack, start, end) if self.mix == "restart" else []
+        if self.mix == "restart" and (
+            not heard or _axis(stack, entry) != -1 or stack.boundaries[0].carrier.kind != "plain"
+        ):
+            text = "mix=restart needs branches that read one plain stream with its features last"
+            plan.skips.append(Skip(address, Reason.UNSUPPORTED, text))
+            return
         leaks = loop.leaks
         if self.cache == "last" and (state := next((n for n in loop.caches if not grows(program, n)), None)):
             plan.skips.append(
@@ -218,6 +232,7 @@ class Looped(Pass):
         plan.sites.append(Site(address, "window", detail))
         width = int(value(entry).shape[_axis(stack, entry)])
         made = form(self.mix, scalar=self.scalar, width=width, steps=self.steps).parameters
+        made |= {f"{n}.{k}": t for n in range(len(heard)) for k, t in restart.start(width, n).items()}
         new = sum(t.numel() for t in made.values()) if self.steps > 1 else 0
         so_far = plan.estimate or {"extra block applications": 0, "new parameters": 0}
         plan.estimate = {
@@ -257,7 +272,8 @@ class Looped(Pass):
         if detail.get("runtime"):
             return runtime.insert(program, editor, loop, ways.mix, tensors[0], detail["steps"], readers)
         state, last = exit_, max([exit_, *loop.nodes])
-        states = [exit_]
+        states, before = [exit_], {}
+        heard = restart.listeners(stack, detail["start"], detail["end"]) if detail["mix"] == "restart" else []
         for step in range(2, detail["steps"] + 1):
             with editor.after(last, role="mix", iteration=step, loop=key):
                 if step == 2 and ways.start:
@@ -266,6 +282,9 @@ class Looped(Pass):
                 shared = detail["cache"] == "last"
                 mapping = {entry: read, **({} if shared else editor.add_cache_slots(loop.caches))}
                 editor.clone(loop.nodes, mapping, iteration=step, loop=key)
+                if heard:
+                    restart.insert(editor, heard, mapping, before, label, like, iteration=step, loop=key)
+                    before = mapping
                 result = mapping[exit_]
                 state = editor.inline(ways.update, state, result, *tensors) if ways.update else result
                 if step == detail["steps"] and ways.end:
@@ -309,6 +328,8 @@ class Looped(Pass):
         """The channel gate of ``output_vector`` learns once its scalar has moved, an exit gate by a loss that reads it."""
         if "gate." in name:
             return "it learns from a loss on the exit distribution"
+        if self.mix == "restart" and name.endswith((".query", ".down")):
+            return "its gradient is zero until a gate has moved"
         gate = self.mix == "output_vector" and not name.endswith("scalar")
         return "its gradient is zero until the scalar has moved" if gate else None
 
@@ -340,6 +361,8 @@ def _described(program: Program, prefix: str, number: int) -> str:
     tensors = tensors_of(program, prefix, number)
     if "scalar" in tensors:
         return f"a scalar of {float(tensors['scalar']):.3g}"
+    if any(n.endswith(".inject") for n in tensors):
+        return "messages"
     return "a matrix" if tensors else "the whole state"
 
 
