@@ -150,3 +150,5 @@ def test_places_that_are_not_there_are_refused(base, place):
 def test_branches_take_no_pass(base):
     with pytest.raises(UsageError, match="last pass"):
         base.plan("exits{at=[3~1],form=cond}")
+    (skip,) = base.rewrite("exits{at=[3~1]}", check=False).plan("skipping{kv=propagate}").steps[0].skips
+    assert "last pass" in skip.detail
