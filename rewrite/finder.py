@@ -151,7 +151,10 @@ def _stack(flow: Dataflow, trunk: list[Residual], caches: set[fx.Node], number: 
         blocks.append(Block(name, index, iteration, members, entry, exit_, body, key, outside))
     carrier = _carrier(trunk)
     boundaries = [Boundary(0, entries[0], carrier)]
-    boundaries += [Boundary(b.index + 1, e, carrier) for b, e in zip(blocks, exits, strict=True)]
+    states = [_state(flow, blocks, groups, i) for i in range(len(blocks))]
+    boundaries += [
+        Boundary(b.index + 1, e, carrier, b.iteration, s) for b, e, s in zip(blocks, exits, states, strict=True)
+    ]
     return Stack(_label(blocks, number), blocks, boundaries, find_runs(blocks, caches))
 
 
@@ -188,6 +191,17 @@ def _exit(flow: Dataflow, groups, entries: list[fx.Node], i: int) -> fx.Node:
     if groups[i][0]:
         return _tail(flow, add, groups[i][0], iteration_of(groups[i][1][-1]))
     return _like_before(flow, groups, entries, i, add)
+
+
+def _state(flow: Dataflow, blocks: list[Block], groups, i: int) -> fx.Node | None:
+    """What a pass of a loop ends with, where the next block begins another pass."""
+    if i + 1 == len(blocks) or blocks[i + 1].iteration <= blocks[i].iteration:
+        return None
+    add = blocks[i].residuals[-1].add
+    if groups[i][0]:
+        return _tail(flow, add, groups[i][0], blocks[i].iteration)
+    way = [add, *flow.between(add, blocks[i].exit)] if flow.reaches(add, blocks[i].exit) else [add]
+    return [n for n in way if hcx_tag(n).get("iteration", 1) <= blocks[i].iteration][-1]
 
 
 def _tail(flow: Dataflow, add: fx.Node, call: str, iteration: int) -> fx.Node:

@@ -44,12 +44,7 @@ def _plain_sizes(program: Program) -> dict[str, int]:
 
 def example_sizes(program: Program) -> dict[str, int]:
     """The named sizes of the example."""
-    sizes = {}
-    for spec, example in zip(program.inputs, program.signature.complete(program.examples[0]), strict=True):
-        for dim, size in zip(spec.shape, example.shape, strict=True):
-            if isinstance(dim, str) and "+" not in dim:
-                sizes[dim] = int(size)
-    return sizes
+    return program.signature.sizes(program.signature.complete(program.examples[0]))
 
 
 def _variants(sizes: dict[str, int]):

@@ -124,7 +124,7 @@ class CallSignature:
                         hint=f"pass {argument.name}={traced!r}, or trace the model again without it",
                     )
         self._broadcast(flat)
-        sizes = self._sizes(flat)
+        sizes = self.sizes(flat)
         return [t if t is not None else _filled(spec, sizes, flat) for t, spec in zip(flat, self.inputs, strict=True)]
 
     def _broadcast(self, flat: list[torch.Tensor | None]) -> None:
@@ -149,7 +149,7 @@ class CallSignature:
         if len(flat) > len(self.inputs):
             flat = [None if s.fill == "empty" else t for t, s in zip(flat, self.inputs, strict=False)]
         more: list[torch.Tensor | None] = [*flat, *[None] * (len(self.inputs) - len(flat))]
-        sizes = self._sizes(more)
+        sizes = self.sizes(more)
         return [t if t is not None else _filled(spec, sizes, more) for t, spec in zip(more, self.inputs, strict=True)]
 
     def by_name(self, given: dict[str, torch.Tensor]) -> list[torch.Tensor]:
@@ -166,7 +166,7 @@ class CallSignature:
                 hint="it takes " + ", ".join(s.name for s in self.inputs if s.fill != "empty"),
             )
         flat = [given[s.name].to(s.dtype) if s.name in given else None for s in self.inputs]
-        sizes = self._sizes(flat)
+        sizes = self.sizes(flat)
         return [t if t is not None else _filled(s, sizes, flat) for t, s in zip(flat, self.inputs, strict=True)]
 
     @property
@@ -214,7 +214,15 @@ class CallSignature:
             + ", ".join(a.name for a in self.arguments),
         )
 
-    def _sizes(self, flat: list[torch.Tensor | None]) -> dict[str, int]:
+    def sizes(self, flat: list[torch.Tensor | None]) -> dict[str, int]:
+        """The named sizes of flat inputs, those included that only a mask tells.
+
+        Args:
+            flat: None for what a call leaves out.
+
+        Raises:
+            UsageError: inputs that do not fit each other or the graph.
+        """
         sizes: dict[str, int] = {}
         for spec, tensor in zip(self.inputs, flat, strict=True):
             if tensor is None:

@@ -57,11 +57,15 @@ class Boundary:
         index: number of blocks executed before it (the index into ``hidden_states``).
         node: the value.
         carrier: how the value carries the stream.
+        iteration: pass of a loop that the block before it belongs to.
+        state: at the end of a loop's pass what that pass has made, where the next one reads something mixed from it.
     """
 
     index: int
     node: fx.Node
     carrier: Carrier
+    iteration: int = 1
+    state: fx.Node | None = None
 
     def read(self, editor) -> fx.Node:
         """The plain value of the stream here, inserted where the carrier is not plain."""

@@ -41,6 +41,14 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "BambaForCausalLM",
         {**SIZES, **CHUNKED, "num_hidden_layers": 2, "attn_layer_indices": [1]},
     ),
+    "mamba2": (
+        "Mamba2Config",
+        "Mamba2ForCausalLM",
+        {
+            "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 3, "num_heads": 8, "head_dim": 8,
+            "n_groups": 1, "state_size": 8, "chunk_size": 4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+        },
+    ),
     "mamba": ("MambaConfig", "MambaForCausalLM", {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2}),
     "jamba": (
         "JambaConfig",
@@ -65,7 +73,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         {**CODERS, "num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 128},
     ),
 }  # fmt: skip
-DECODERS, ENCODERS = ["mistral", "gemma3", "lfm2", "bamba"], ["t5", "bart", "whisper"]
+DECODERS, ENCODERS = ["mistral", "gemma3", "lfm2", "bamba", "mamba2"], ["t5", "bart", "whisper"]
 
 
 def ids(batch: int, length: int, seed: int = 3) -> torch.Tensor:

@@ -15,6 +15,7 @@ from hcx.rewrite.values import fake_mode_of
 from torch import fx
 
 from .inserted import answer_of, is_selection
+from .places import Place, blocks_before, boundary, tensor_part
 
 NAME = "exits"
 
@@ -25,7 +26,8 @@ class Applied:
 
     Attributes:
         number: how many ``exits`` came before it.
-        places: blocks before each exit, in order; ``depth``: blocks of the model.
+        places: blocks before each exit, in order, ``14~1`` for those in one pass of a loop; ``before``: the same as
+            numbers of blocks executed; ``depth``: blocks of the model.
         details: plan details of each exit.
         graph: a copy of the Program's graph in which nothing leaves; node names are the Program's.
         streams: name of the plain stream at each exit; ``end``: at the end of the stack.
@@ -35,7 +37,8 @@ class Applied:
 
     program: Program
     number: int
-    places: list[int]
+    places: list[Place]
+    before: list[int]
     depth: int
     details: list[dict[str, Any]]
     graph: fx.Graph
@@ -51,11 +54,11 @@ class Applied:
         """Its entry in the history."""
         return [e for e in self.program.history if e["pass"] == NAME][self.number]
 
-    def tensor(self, at: int | None, name: str) -> str:
+    def tensor(self, at: Place | None, name: str) -> str:
         """Full name of a tensor of the pass; ``at`` is None for one that all exits share."""
-        return f"hcx.{NAME}_{self.number}.{name if at is None else f'{at}.{name}'}"
+        return f"hcx.{NAME}_{self.number}.{name if at is None else f'{tensor_part(at)}.{name}'}"
 
-    def threshold(self, at: int) -> float:
+    def threshold(self, at: Place) -> float:
         """What the score must reach; infinite where nothing ever leaves."""
         return float(self.program.tensor(self.tensor(at, "threshold")))
 
@@ -88,16 +91,18 @@ def applied(program: Program) -> Applied:
     taps = dict(zip(program.taps, graph.output_node().args[0][len(program.output_names) :], strict=True))
     prefix = NAME if number == 0 else f"{NAME}_{number}"
     places = [d["at"] for d in details]
+    *before, depth = blocks_before(stack, places)
     logits = [taps[f"{prefix}.{k}.logits"].name for k in places]
     tagged = {tag: n.name for n in graph.nodes if (tag := n.meta.get("custom", {}).get("hcx", {}).get("scored"))}
     return Applied(
         program,
         number,
         places,
-        stack.depth,
+        before,
+        depth,
         details,
         graph,
-        [_plain_stream(by_name, stack.boundary(k)) for k in places],
+        [_plain_stream(by_name, boundary(stack, k)) for k in places],
         _plain_stream(by_name, stack.boundaries[-1]),
         [taps[f"{prefix}.{k}.score"].name for k in places],
         logits,

@@ -13,6 +13,7 @@ from hcx.rewrite.program import Program
 from .applied import applied, with_values
 from .costs import exit_costs
 from .inserted import NEVER
+from .places import Place
 from .rules import for_agreement, for_budget, learn_then_test
 from .trials import Batches, measure
 
@@ -36,7 +37,7 @@ class Calibration:
     calibration: dict[str, Any]
     held_out: dict[str, Any]
     ways: dict[str, float]
-    useless: list[int] = field(default_factory=list)
+    useless: list[Place] = field(default_factory=list)
     note: str = ""
 
     def to_json(self) -> dict[str, Any]:
@@ -104,7 +105,7 @@ def calibrate(
     return new, report
 
 
-def set_thresholds(program: Program, thresholds: dict[int, float]) -> Program:
+def set_thresholds(program: Program, thresholds: dict[Place, float]) -> Program:
     """A new Program whose exits leave from these scores on; infinity never leaves.
 
     The history then says what the Program promises: bitwise the model only while nothing can leave.

@@ -33,6 +33,8 @@ from .exits import _depth_of, select
 
 def refusal(program: Program, stack: Stack, answer: fx.Node, places: Sequence[int], kv: str | None) -> Skip | None:
     """Why blocks of this stack cannot be skipped, or None."""
+    if any(isinstance(k, str) for k in places):
+        return Skip(stack.label, Reason.UNSUPPORTED, "branches skip blocks behind the last pass of a loop, not within")
     flow, nodes = Dataflow(program.graph), [b.node for b in stack.boundaries]
     first = min(_position(stack, k) for k in places)
     stored = {o for o in _stored(program) if flow.reaches(nodes[first], o)}

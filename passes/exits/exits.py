@@ -18,9 +18,10 @@ from hcx.rewrite.finder import find
 from hcx.rewrite.passbase import Pass
 from hcx.rewrite.plan import PassPlan, Reason, Site, Skip
 from hcx.rewrite.program import Program
-from hcx.rewrite.sites import Stack
+from hcx.rewrite.sites import Boundary, Stack
 from torch import fx
 
+from . import places
 from .heads import HEADS
 from .heads_copied import last_part, norm_parameters, restrictable
 from .inserted import NEVER, Inserted, answer_of, readout, stream_misfit
@@ -38,7 +39,7 @@ class Exits(Pass):
 
     Args:
         at: numbers of blocks executed before each exit (indices into ``hidden_states``); default: two thirds and five
-            sixths of the depth.
+            sixths of the depth. In a loop ``14~1`` is after block 14 in pass 1, ``14`` in the last one.
         head: ``shared`` reads the stream with the model's own final norm and head; ``norm`` with a norm of its own;
             ``affine`` translates it first; ``mlp`` and ``block`` first run a copy of the last block's MLP or of the
             whole block; ``classifier`` pools it and has weights of its own; ``auto`` is shared where that fits, else
@@ -59,7 +60,7 @@ class Exits(Pass):
     name: ClassVar[str] = "exits"
     rank: ClassVar[int | None] = 40
 
-    at: tuple[int, ...] | None = None
+    at: tuple[int | str, ...] | None = None
     head: Literal["auto", "shared", "norm", "affine", "mlp", "block", "classifier"] = "auto"
     score: Literal["max_prob", "margin", "entropy", "cosine", "patience", "probe", "gate", "jei"] = "max_prob"
     threshold: float | None = None
@@ -71,6 +72,11 @@ class Exits(Pass):
     def __post_init__(self) -> None:
         if self.kv is not None and self.form == "select":
             raise UsageError(f"exits{{kv={self.kv}}}: select computes every block", where="kv", hint="form=cond")
+        by_pass = [place for place in self.at or () if places.parsed(place)[1] is not None]
+        if by_pass and self.form == "cond":
+            raise UsageError(
+                "exits{form=cond} skips blocks of the last pass of a loop only", where="at", hint="form=select"
+            )
 
     def order(self) -> int | None:
         """Last where blocks move into branches: no other pass finds them there."""
@@ -92,24 +98,19 @@ class Exits(Pass):
                 Skip("model", Reason.NO_STREAM, "neither a residual stream nor stages between cut vertices")
             )
             return plan
-        places = self.at if self.at is not None else default_places(stack.depth)
-        if not places:
+        wanted = self.at if self.at is not None else default_places(stack.depth)
+        if not wanted:
             plan.skips.append(Skip(stack.label, Reason.NO_BLOCKS, f"{stack.label} has only {stack.depth} block(s)"))
             return plan
-        wrong = [k for k in places if not 0 < k < stack.depth]
-        if wrong:
-            raise UsageError(
-                f"exit after {wrong[0]} blocks: {stack.label} has {stack.depth}",
-                where="at",
-                hint=f"0 < at < {stack.depth}",
-            )
-        head = self._head(program, stack, places, plan)
+        found = {places.position(stack, k): k for k in reversed(wanted)}
+        ordered = [found[i] for i in sorted(found)]
+        head = self._head(program, stack, ordered, plan)
         misfit = self._misfit(program, stack, head)
         if misfit is not None:
             plan.skips.append(Skip(stack.label, Reason.HEAD_SHAPE, misfit))
             return plan
-        for k in sorted(set(places)):
-            node = stack.boundary(k).node
+        for k in ordered:
+            node = places.boundary(stack, k).node
             if head != "classifier" and not self._fits(stack, node):
                 plan.skips.append(
                     Skip(
@@ -120,7 +121,7 @@ class Exits(Pass):
                 )
                 continue
             if self.score in CHEAP and (
-                wrong := stream_misfit(_stream_shape(stack, k), shape(_answer(program, stack)))
+                wrong := stream_misfit(_stream_shape(places.boundary(stack, k)), shape(_answer(program, stack)))
             ):
                 plan.skips.append(Skip(f"{stack.label}@{k}", Reason.HEAD_SHAPE, wrong))
                 continue
@@ -161,16 +162,16 @@ class Exits(Pass):
         from . import cond_form
 
         if self.form == "cond" and plan.sites:
-            places = [s.detail["at"] for s in plan.sites]
-            refused = cond_form.refusal(program, stack, _answer(program, stack), places, self.kv)
+            at = [s.detail["at"] for s in plan.sites]
+            refused = cond_form.refusal(program, stack, _answer(program, stack), at, self.kv)
             if refused is not None:
                 plan.sites = []
                 plan.skips.append(refused)
 
-    def _head(self, program: Program, stack: Stack, places: tuple[int, ...], plan: PassPlan) -> str:
+    def _head(self, program: Program, stack: Stack, wanted: list[places.Place], plan: PassPlan) -> str:
         if self.head != "auto":
             return self.head
-        if stack.residual and all(self._fits(stack, stack.boundary(k).node) for k in places):
+        if stack.residual and all(self._fits(stack, places.boundary(stack, k).node) for k in wanted):
             return "shared"
         plan.notes.append(
             "head=auto became classifier: the model's own head does not read the stream at these places; train it through its tap"
@@ -210,11 +211,10 @@ class Exits(Pass):
         readers = _readers(program, stack, answer, answer is not logits)
         with editor.after(max([answer, *(e.fire for e in exits)]), role="select"):
             chosen, depth = answer, None
-            for entry, candidate in reversed(list(zip(exits, candidates, strict=True))):
+            *before, full = places.blocks_before(stack, [e.at for e in exits])
+            for entry, candidate, count in reversed(list(zip(exits, candidates, before, strict=True))):
                 chosen = editor.inline(select, entry.fire, candidate, chosen)
-                depth = editor.inline(
-                    _depth_of(entry.at, stack.depth), entry.fire, *([depth] if depth is not None else [])
-                )
+                depth = editor.inline(_depth_of(count, full), entry.fire, *([depth] if depth is not None else []))
         editor.redirect(answer, chosen, only=readers.__contains__)
         self._add_taps(editor, exits, depth)
 
@@ -230,7 +230,9 @@ class Exits(Pass):
         stack = find(program).stack(detail.get("stack"))
         if stack is None:
             return f"there is no stack {detail.get('stack')!r}"
-        if detail.get("at") not in range(1, stack.depth):
+        try:
+            places.position(stack, detail.get("at"))
+        except (UsageError, TypeError):
             return f"`at` is {detail.get('at')!r}, must be 1 to {stack.depth - 1}"
         if detail.get("head") not in HEADS:
             return f"`head` is {detail.get('head')!r}, must be one of {', '.join(HEADS)}"
@@ -243,7 +245,7 @@ class Exits(Pass):
     def fold(self, program: Program, sites: list[Site], prefix: str, weights: dict[str, torch.Tensor]) -> str | None:
         """Nothing to do where no exit can fire."""
         for site in sites:
-            threshold = float(program.tensor(f"{prefix}.{site.detail['at']}.threshold"))
+            threshold = float(program.tensor(f"{prefix}.{places.tensor_part(site.detail['at'])}.threshold"))
             if threshold != NEVER:
                 return f"its exit at {site.address} leaves at a score of {threshold:.3g}"
         return None
@@ -282,9 +284,8 @@ def _misfit(program: Program, stack: Stack, head: str) -> str | None:
     return None
 
 
-def _stream_shape(stack: Stack, at: int) -> tuple[str, ...]:
+def _stream_shape(boundary: Boundary) -> tuple[str, ...]:
     """Shape of the plain stream at a boundary; one that carries several streams has one more dimension in front."""
-    boundary = stack.boundary(at)
     return shape(boundary.node)[int(boundary.carrier.kind != "plain") :]
 
 
@@ -292,7 +293,7 @@ def _selects_answer(stack: Stack, answer: fx.Node, head: str) -> bool:
     """Whether early and late meet at the answer, not on the stream: logits of a classifier or behind a norm of their
     own have no way on through the model, and a stream in another order than its answer (time first, several rows a
     token) has no row for each score."""
-    rows, scores = _stream_shape(stack, stack.boundaries[-1].index), shape(answer)[:-1]
+    rows, scores = _stream_shape(stack.boundaries[-1]), shape(answer)[:-1]
     return head in ("classifier", "norm") or rows[: len(scores)] != scores
 
 

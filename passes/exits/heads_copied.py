@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
-from hcx.passes.looped.window import Loop, loop_of
 from hcx.rewrite.dataflow import Dataflow, op_name, resolve, value
 from hcx.rewrite.editor import Editor
 from hcx.rewrite.finder import cache_nodes
 from hcx.rewrite.program import Program
 from hcx.rewrite.sites import Stack
+from hcx.rewrite.spans import Span, span_of
 from torch import fx
 
 
@@ -103,7 +103,7 @@ class Part:
     """
 
     entry: fx.Node
-    loop: Loop
+    loop: Span
 
 
 def last_part(program: Program, stack: Stack, head: str) -> Part | str:
@@ -120,7 +120,7 @@ def last_part(program: Program, stack: Stack, head: str) -> Part | str:
         if len(kinds) != 1 or kinds[0] not in ("mlp", "moe"):
             return f"the last block ends in {' beside '.join(kinds)}, not in an MLP of its own"
         entry = resolve(residual.skip)
-    loop = loop_of(program.graph, entry, block.exit, cache_nodes(program))
+    loop = span_of(program.graph, entry, block.exit, cache_nodes(program))
     if loop.leaks:
         return f"`{loop.leaks[0].name}` of the last block is used elsewhere"
     if not loop.nodes or value(entry) is None:

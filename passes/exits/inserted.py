@@ -11,7 +11,7 @@ from hcx.rewrite.program import Program
 from hcx.rewrite.sites import Stack
 from torch import fx
 
-from . import gates
+from . import gates, places
 from .heads import affine_view, classifier, features, pooled
 from .heads_copied import copied_view, last_part, norm_parameters, own_copies, restricted_readout
 from .scores import CHAINED, FROM_LOGITS, cosine, patience, patience_start
@@ -28,7 +28,7 @@ class Inserted:
     """Head, score and decision of one exit.
 
     Attributes:
-        at: blocks executed before it.
+        at: blocks executed before it, and the pass of a loop where one was asked for; see :mod:`.places`.
         view: what the model's own readout would read here.
         logits: the exit's own answer.
         scored: the logits that the score reads: all rows of the head, or the candidates.
@@ -43,20 +43,22 @@ class Inserted:
         answer: fx.Node,
         detail: dict,
         earlier: Inserted | None,
-        places: int,
+        count: int,
     ):
         self.at, self.site = detail["at"], str(detail["at"])
-        self.editor, self.earlier, self.places = editor, earlier, places
-        stream = stack.boundary(self.at).read(editor)
+        self.editor, self.earlier, self.count = editor, earlier, count
+        stream = places.boundary(stack, self.at).read(editor)
         end = stack.boundaries[-1].read(editor)
-        before = stack.boundary(self.at - 1).read(editor) if detail["score"] == "cosine" else None
+        before = None
+        if detail["score"] == "cosine":
+            before = stack.boundaries[places.position(stack, self.at) - 1].read(editor)
         builds_on = earlier is not None and (detail["score"] in CHAINED or "candidates" in detail)
         place = max([stream, end, answer, *([earlier.fire] if builds_on else [])])
         with editor.after(place, role="head", site=f"{stack.label}@{self.at}"):
             self._predict(program, stack, stream, end, answer, detail)
             threshold = NEVER if detail["threshold"] is None else detail["threshold"]
             limit = editor.buffer(
-                f"{self.at}.threshold", torch.full((1,), threshold, dtype=torch.float32, device=value(stream).device)
+                f"{self.site}.threshold", torch.full((1,), threshold, dtype=torch.float32, device=value(stream).device)
             )
             self.score = self._scored(detail["score"], stream, before, value(answer).dim() - 1)
             self.fire = editor.inline(fires, self.score, limit)
@@ -99,13 +101,13 @@ class Inserted:
             while entry is not None:
                 before_here.insert(0, entry.score)
                 entry = entry.earlier
-            return editor.inline(gates.jei, self.scored, *self._gate(4, math.log(1 / self.places)), *before_here)
+            return editor.inline(gates.jei, self.scored, *self._gate(4, math.log(1 / self.count)), *before_here)
         if value(stream).dim() - 1 > dims:
             stream = editor.inline(pooled, stream)
             before = editor.inline(pooled, before) if before is not None else None
         if name == "cosine":
             return editor.inline(cosine, before, stream)
-        parameters = self._gate(features(stream), 0.0 if name == "probe" else math.log(1 / self.places))
+        parameters = self._gate(features(stream), 0.0 if name == "probe" else math.log(1 / self.count))
         if name == "probe" or earlier is None:
             return editor.inline(gates.probe, stream, *parameters)
         return editor.inline(gates.cumulated, stream, *parameters, earlier.score)

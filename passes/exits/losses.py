@@ -27,7 +27,7 @@ def taps_of(taps: dict[str, torch.Tensor], kind: str = "logits", number: int = 0
     """
     prefix = "exits" if number == 0 else f"exits_{number}"
     named = [n.split(".") for n in taps]
-    places = sorted(int(n[1]) for n in named if len(n) == 3 and n[0] == prefix and n[2] == kind)
+    places = [n[1] for n in named if len(n) == 3 and n[0] == prefix and n[2] == kind]  # in order of execution
     return [taps[f"{prefix}.{k}.{kind}"] for k in places]
 
 

@@ -111,7 +111,7 @@ def for_budget(trials: Trials, budget: float, method: str = "eero") -> list[floa
 
 def path(trials: Trials, method: str = "eero", steps: int = 100) -> list[list[float]]:
     """Thresholds from never leaving down to the first exit's depth, in equal steps of the budget."""
-    budgets = torch.linspace(trials.depth, trials.places[0], steps + 2, dtype=torch.float64)[1:-1]
+    budgets = torch.linspace(trials.depth, float(trials.blocks[0]), steps + 2, dtype=torch.float64)[1:-1]
     return [[NEVER] * len(trials.places), *(for_budget(trials, float(b), method) for b in budgets)]
 
 

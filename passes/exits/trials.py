@@ -13,6 +13,7 @@ from hcx.rewrite.program import Program, copy_graph
 
 from .applied import Applied, applied
 from .costs import Costs
+from .places import Place
 
 Batches = Sequence[list[torch.Tensor]]
 """Flat inputs, one list a call."""
@@ -30,13 +31,15 @@ class Trials:
         scores: ``[K, N]``.
         answers: most likely class at each exit and, last, of the model, ``[K + 1, N]``.
         labels: ``[N]`` where the truth is known.
+        before: blocks executed before each exit, where ``places`` name passes of a loop.
     """
 
-    places: list[int]
+    places: list[Place]
     depth: int
     scores: torch.Tensor
     answers: torch.Tensor
     labels: torch.Tensor | None = None
+    before: list[int] | None = None
 
     @property
     def agrees(self) -> torch.Tensor:
@@ -46,7 +49,7 @@ class Trials:
     @property
     def blocks(self) -> torch.Tensor:
         """Blocks of each way through the model, ``[K + 1]`` in float64."""
-        return torch.tensor([*self.places, self.depth], dtype=torch.float64)
+        return torch.tensor([*(self.before or self.places), self.depth], dtype=torch.float64)
 
     def leave(self, thresholds: Sequence[float]) -> torch.Tensor:
         """Number of the exit that each position takes, ``[N]``; K where it never leaves."""
@@ -76,7 +79,9 @@ class Trials:
     def part(self, start: int, end: int) -> Trials:
         """Some of the positions."""
         labels = self.labels[start:end] if self.labels is not None else None
-        return Trials(self.places, self.depth, self.scores[:, start:end], self.answers[:, start:end], labels)
+        return Trials(
+            self.places, self.depth, self.scores[:, start:end], self.answers[:, start:end], labels, self.before
+        )
 
     def __len__(self) -> int:
         return self.scores.shape[1]
@@ -111,7 +116,7 @@ def measure(
     if not scores:
         raise UsageError("there is nothing to measure on", where="batches", hint="give at least one call's inputs")
     truth = None if labels is None else torch.cat([kept(t, skip).reshape(-1) for t in labels])
-    return Trials(exits.places, exits.depth, torch.cat(scores, 1), torch.cat(answers, 1), truth)
+    return Trials(exits.places, exits.depth, torch.cat(scores, 1), torch.cat(answers, 1), truth, exits.before)
 
 
 def kept(value: torch.Tensor, skip: int) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """The mixing forms by name: which equations of :mod:`hcx.passes.looped.mixing` a loop inserts where, with which tensors.
 
 Every function takes the loop's parameters last, in the order of ``parameters``. With the scalar at 0 all of them give
-back the first iteration, bitwise; ``full`` has no scalar and is exact with one step alone.
+back the first iteration, bitwise; ``full`` has no scalar and is exact with one step alone. Nor has ``restart``, whose
+messages :mod:`hcx.passes.looped.restart` inserts; it is exact while its gates are 0.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from functools import cache
 
 import torch
 
-from . import mixing
+from . import mixing, restart
 
 Equation = Callable[..., torch.Tensor]
-NAMES = ("input", "input_rms", "input_linear", "output", "output_vector", "damped", "full")
+NAMES = ("input", "input_rms", "input_linear", "output", "output_vector", "damped", "full", "restart")
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,8 @@ def form(name: str, *, scalar: float, width: int, steps: int, axis: int = -1) ->
     if name == "damped":
         step = _sub_step(steps)
         return Form(scalars, start=step, update=step, end=mixing.damped_end)
+    if name == "restart":
+        return Form({}, mix=_entry)
     return Form({})
 
 
@@ -70,10 +73,16 @@ def is_neutral(name: str, steps: int, tensors: dict[str, torch.Tensor]) -> bool:
         return True
     if name == "full":
         return False
+    if name == "restart":
+        return restart.is_silent(tensors)
     if name == "input_linear":
         weight = tensors["weight"]
         return torch.equal(weight, mixing.linear_start(weight.shape[0], 0.0).to(weight))
     return not bool(tensors["scalar"].any())
+
+
+def _entry(entry: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+    return entry
 
 
 @cache  # one function object for one meaning: the editor traces each once

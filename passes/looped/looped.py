@@ -15,14 +15,15 @@ from hcx.rewrite.passbase import Pass
 from hcx.rewrite.plan import PassPlan, Reason, Site, Skip
 from hcx.rewrite.program import Program
 from hcx.rewrite.sites import Stack
+from hcx.rewrite.spans import span_of
 from torch import fx
 
-from . import runtime, sweep
+from . import restart, runtime, sweep
 from .forms import NAMES, Form, form, is_neutral
 from .marks import close
 from .readouts import add_readouts
 from .uses import outside_notes, shared_uses
-from .window import Jump, after_norm, default_window, grows, loop_of, measured_jumps, sink_notes
+from .window import Jump, after_norm, default_window, grows, measured_jumps, run_windows, sink_notes
 
 
 @dataclass(frozen=True)
@@ -32,13 +33,15 @@ class Looped(Pass):
     Args:
         start, end: half-open range of original block numbers; default: a window of equal blocks near the middle, away
             from the block in which the attention sink appears. ``start=auto``: the window that loses least on the
-            example, or on the text that ``hcx plan --text`` is given.
+            example, or on the text that ``hcx plan --text`` is given. ``start=runs``: every run of equal blocks (the
+            stages of an image network), each as a loop of its own with a scalar of its own.
         steps: number of passes T over the window.
         scalar: initial mixing scalar; 0 keeps the model's function bitwise.
         mix: ``input`` mixes what an iteration reads, ``input_rms`` does so at the norm of the window's input,
             ``input_linear`` with a matrix; ``output`` mixes what it returns, ``output_vector`` with a gate a channel;
             ``damped`` takes T sub-steps of 1/T and mixes their end with the first pass; ``full`` feeds the whole stack
-            and its final norm back (Ouro; changes the function unless steps=1). See :mod:`hcx.passes.looped.mixing`.
+            and its final norm back (Ouro; changes the function unless steps=1); ``restart`` begins every pass at the
+            window's input and lets branches hear from the pass before. See :mod:`hcx.passes.looped.mixing` and ``restart``.
         readout: ``steps`` taps the logits and state of every iteration; ``final`` leaves the answer alone.
         gate: ``ouro`` taps the probability to stop after each iteration, a linear gate on its state, for training.
         cache: ``per_iteration`` gives every pass cache slots of its own, which decodes exactly; with ``last`` all passes
@@ -50,12 +53,17 @@ class Looped(Pass):
 
     name: ClassVar[str] = "looped"
     rank: ClassVar[int | None] = 20
+    aliases: ClassVar[dict[str, str]] = {
+        "loop_layer_index_start": "start",
+        "loop_layer_index_end": "end",
+        "loop_num_passes": "steps",
+    }
 
-    start: int | Literal["auto"] | None = None
+    start: int | Literal["auto", "runs"] | None = None
     end: int | None = None
     steps: int = 2
     scalar: float = 0.0
-    mix: Literal["input", "input_rms", "input_linear", "output", "output_vector", "damped", "full"] = "input"
+    mix: Literal["input", "input_rms", "input_linear", "output", "output_vector", "damped", "full", "restart"] = "input"
     readout: Literal["final", "steps"] = "final"
     gate: Literal["none", "ouro"] = "none"
     cache: Literal["per_iteration", "last"] = "per_iteration"
@@ -79,7 +87,19 @@ class Looped(Pass):
                 where="runtime",
                 hint="leave runtime out, or the other options",
             )
-        if self.mix == "full" and (self.scalar or self.start == "auto"):
+        if self.start == "runs" and (self.runtime or (self.readout, self.gate) != ("final", "none")):
+            raise UsageError(
+                "looped{start=runs} takes no runtime, readout or gate: they are of one window",
+                where="start",
+                hint="give start and end, or leave the other options out",
+            )
+        if self.mix == "restart" and (self.scalar or self.start == "auto"):
+            raise UsageError(
+                "looped{mix=restart} has no scalar: its gates start at 0",
+                where="scalar" if self.scalar else "start",
+                hint="leave it out, or choose another mix",
+            )
+        if self.mix == "full" and (self.scalar or isinstance(self.start, str)):
             raise UsageError(
                 "looped{mix=full} has no scalar and one window: it feeds the whole stack back",
                 where="scalar" if self.scalar else "start",
@@ -112,8 +132,8 @@ class Looped(Pass):
         jumps = measured_jumps(program, stack)
         uses = shared_uses(program.graph, stack)
         shared = self.end is None and uses is not None and 2 * (uses.end - uses.start) > len(stack.blocks)
-        window = None if shared else self._window(program, stack, jumps)
-        if window is None:
+        windows = [] if shared else self._windows(program, stack, jumps)
+        if not windows:
             plan.skips.append(
                 Skip(
                     stack.label,
@@ -122,22 +142,26 @@ class Looped(Pass):
                 )
             )
             return plan
-        self._plan_window(program, stack, *window, jumps, plan)
+        for window in windows:
+            self._plan_window(program, stack, *window, jumps, plan)
         if uses is not None and not plan.skips:
             plan.notes.append(
                 f"the model loops by itself: {uses}; every pass keeps the constants of the blocks it repeats"
             )
         return plan
 
-    def _window(self, program: Program, stack: Stack, jumps: list[Jump]) -> tuple[int, int] | None:
+    def _windows(self, program: Program, stack: Stack, jumps: list[Jump]) -> list[tuple[int, int]]:
         if self.end is not None:
-            return self.start, self.end
+            return [(self.start, self.end)]
         if self.mix == "full":
-            return 0, stack.depth
+            return [(0, stack.depth)]
         if self.start == "auto":
             rows = sweep.sweep(program, self, sweep.example_text(program))
-            return sweep.best(rows)
-        return default_window(stack, jumps)
+            return [sweep.best(rows)]
+        if self.start == "runs":
+            return run_windows(stack)
+        window = default_window(stack, jumps)
+        return [window] if window else []
 
     def _plan_window(
         self, program: Program, stack: Stack, start: int, end: int, jumps: list[Jump], plan: PassPlan
@@ -165,9 +189,16 @@ class Looped(Pass):
                 )
             )
             return
-        loop = loop_of(program.graph, entry, exit_, cache_nodes(program))
+        loop = span_of(program.graph, entry, exit_, cache_nodes(program))
         if self.runtime and loop.caches:
             plan.skips.append(Skip(address, Reason.UNSUPPORTED, runtime.CACHE))
+            return
+        heard = restart.listeners(stack, start, end) if self.mix == "restart" else []
+        if self.mix == "restart" and (
+            not heard or _axis(stack, entry) != -1 or stack.boundaries[0].carrier.kind != "plain"
+        ):
+            text = "mix=restart needs branches that read one plain stream with its features last"
+            plan.skips.append(Skip(address, Reason.UNSUPPORTED, text))
             return
         leaks = loop.leaks
         if self.cache == "last" and (state := next((n for n in loop.caches if not grows(program, n)), None)):
@@ -201,9 +232,12 @@ class Looped(Pass):
         plan.sites.append(Site(address, "window", detail))
         width = int(value(entry).shape[_axis(stack, entry)])
         made = form(self.mix, scalar=self.scalar, width=width, steps=self.steps).parameters
+        made |= {f"{n}.{k}": t for n in range(len(heard)) for k, t in restart.start(width, n).items()}
+        new = sum(t.numel() for t in made.values()) if self.steps > 1 else 0
+        so_far = plan.estimate or {"extra block applications": 0, "new parameters": 0}
         plan.estimate = {
-            "extra block applications": (self.steps - 1) * (end - start),
-            "new parameters": sum(t.numel() for t in made.values()) if self.steps > 1 else 0,
+            "extra block applications": so_far["extra block applications"] + (self.steps - 1) * (end - start),
+            "new parameters": so_far["new parameters"] + new,
         }
 
     def _cut(self, program: Program, stack: Stack, start: int, end: int) -> tuple[fx.Node, fx.Node]:
@@ -213,15 +247,21 @@ class Looped(Pass):
 
     def apply(self, program: Program, plan: PassPlan, editor: Editor) -> None:
         """Copy the window once for each further step; weights stay shared, caches get slots of their own."""
-        for number, site in enumerate(plan.sites or ()):
-            if site.detail["steps"] > 1:
-                self._apply_window(program, editor, number, site)
+        sites = [(n, s) for n, s in enumerate(plan.sites or ()) if s.detail["steps"] > 1]
+        if not sites:
+            return
+        stack = find(program).stack(sites[0][1].detail["stack"])  # once: a loop changes what is found
+        cuts = [self._cut(program, stack, s.detail["start"], s.detail["end"]) for _, s in sites]
+        ends: dict[fx.Node, fx.Node] = {}
+        for (number, site), (entry, exit_) in zip(sites, cuts, strict=True):
+            ends[exit_] = self._apply_window(program, editor, number, site, stack, ends.get(entry, entry), exit_)
 
-    def _apply_window(self, program: Program, editor: Editor, number: int, site: Site) -> None:
+    def _apply_window(
+        self, program: Program, editor: Editor, number: int, site: Site, stack: Stack, entry: fx.Node, exit_: fx.Node
+    ) -> fx.Node:
+        """Loop one window; returns what the rest of the model now reads in the place of its exit."""
         detail = site.detail
-        stack = find(program).stack(detail["stack"])
-        entry, exit_ = self._cut(program, stack, detail["start"], detail["end"])
-        loop = loop_of(program.graph, entry, exit_, cache_nodes(program))
+        loop = span_of(program.graph, entry, exit_, cache_nodes(program))
         readers = set(exit_.users)
         output_nodes = set(program.graph.output_node().args[0])
         ways = _form(stack, entry, detail)
@@ -230,10 +270,10 @@ class Looped(Pass):
         tensors = [editor.parameter(f"{label}{n}", t.to(**like)) for n, t in ways.parameters.items()]
         key = f"{self.name}_{editor.number}{f'.{number}' if number else ''}"
         if detail.get("runtime"):
-            runtime.insert(program, editor, loop, ways.mix, tensors[0], detail["steps"], readers)
-            return
+            return runtime.insert(program, editor, loop, ways.mix, tensors[0], detail["steps"], readers)
         state, last = exit_, max([exit_, *loop.nodes])
-        states = [exit_]
+        states, before = [exit_], {}
+        heard = restart.listeners(stack, detail["start"], detail["end"]) if detail["mix"] == "restart" else []
         for step in range(2, detail["steps"] + 1):
             with editor.after(last, role="mix", iteration=step, loop=key):
                 if step == 2 and ways.start:
@@ -242,6 +282,9 @@ class Looped(Pass):
                 shared = detail["cache"] == "last"
                 mapping = {entry: read, **({} if shared else editor.add_cache_slots(loop.caches))}
                 editor.clone(loop.nodes, mapping, iteration=step, loop=key)
+                if heard:
+                    restart.insert(editor, heard, mapping, before, label, like, iteration=step, loop=key)
+                    before = mapping
                 result = mapping[exit_]
                 state = editor.inline(ways.update, state, result, *tensors) if ways.update else result
                 if step == detail["steps"] and ways.end:
@@ -258,6 +301,7 @@ class Looped(Pass):
         close(state, exit_, key, site.address, detail)
         if detail["readout"] == "steps" or detail["gate"] != "none":
             add_readouts(program, editor, stack, states, detail, label)
+        return state
 
     def fold(self, program: Program, sites: list[Site], prefix: str, weights: dict[str, torch.Tensor]) -> str | None:
         """Nothing to do for a loop that changes nothing: its mix is still neutral, or it has one step."""
@@ -284,6 +328,8 @@ class Looped(Pass):
         """The channel gate of ``output_vector`` learns once its scalar has moved, an exit gate by a loss that reads it."""
         if "gate." in name:
             return "it learns from a loss on the exit distribution"
+        if self.mix == "restart" and name.endswith((".query", ".down")):
+            return "its gradient is zero until a gate has moved"
         gate = self.mix == "output_vector" and not name.endswith("scalar")
         return "its gradient is zero until the scalar has moved" if gate else None
 
@@ -315,6 +361,8 @@ def _described(program: Program, prefix: str, number: int) -> str:
     tensors = tensors_of(program, prefix, number)
     if "scalar" in tensors:
         return f"a scalar of {float(tensors['scalar']):.3g}"
+    if any(n.endswith(".inject") for n in tensors):
+        return "messages"
     return "a matrix" if tensors else "the whole state"
 
 

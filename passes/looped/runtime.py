@@ -13,10 +13,10 @@ import torch
 from hcx.rewrite.editor import Editor
 from hcx.rewrite.program import Program
 from hcx.rewrite.regions import Region
+from hcx.rewrite.spans import Span
 from torch import fx
 
 from .mixing import update_output
-from .window import Loop
 
 INPUT = "steps"
 CACHE = (
@@ -33,13 +33,13 @@ def further(steps: torch.Tensor) -> torch.Tensor:
 def insert(
     program: Program,
     editor: Editor,
-    loop: Loop,
+    loop: Span,
     mix: Callable | None,
     scalar: fx.Node,
     steps: int,
     readers: set[fx.Node],
-) -> None:
-    """Repeat the window as often as the input says.
+) -> fx.Node:
+    """Repeat the window as often as the input says; returns the state after the last iteration.
 
     Args:
         mix: what an iteration reads, of the window's entry, the state and the scalar; None mixes what it returns.
@@ -59,4 +59,4 @@ def insert(
             state = editor.inline(update_output, loop.exit, state, scalar)
     body = [n for n in program.graph.nodes if n not in known and n.op == "call_function"]
     editor.redirect(loop.exit, state, only=readers.__contains__)
-    editor.repeat(trips, Region(body, [state]), [loop.exit])
+    return editor.repeat(trips, Region(body, [state]), [loop.exit])[0]

@@ -49,7 +49,7 @@ class Unloop(Pass):
         copied = 0
         for mark in reversed(windows(program)):
             still = self.neutral and is_neutral(mark.mix, mark.steps, mark.tensors(program))
-            inside = read_inside(program, mark) if still and not mark.mix.startswith("input") else []
+            inside = read_inside(program, mark) if still and not mark.mix.startswith(("input", "restart")) else []
             if inside:
                 reason = (
                     f"`{inside[0].name}` of a later pass is read behind the loop, and is not what the first pass gives"

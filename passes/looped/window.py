@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import ceil
 
-from hcx.rewrite.dataflow import Dataflow, private, shape, value
+from hcx.rewrite.dataflow import Dataflow, shape, value
 from hcx.rewrite.observe import sink_jumps, stream_rms
 from hcx.rewrite.program import Program
 from hcx.rewrite.sites import Stack
@@ -48,6 +48,12 @@ def candidate_windows(stack: Stack, jumps: list[Jump]) -> list[tuple[int, int]]:
         for start, end in ((max(first, s), min(last, e)) for s, e in wide):
             found.append((start, start + (end - start) // period * period))
     return [(s, e) for s, e in dict.fromkeys(found) if s < e and keeps_shape(stack, s, e)]
+
+
+def run_windows(stack: Stack) -> list[tuple[int, int]]:
+    """Every run of equal blocks as a window of whole periods; the block that opens a stage with a new width is left out."""
+    whole = [(first, first + (last - first) // period * period) for first, last, period in _stretches(stack)]
+    return [(start, end) for start, end in whole if start < end and keeps_shape(stack, start, end)]
 
 
 def _stretches(stack: Stack) -> list[tuple[int, int, int]]:
@@ -129,54 +135,7 @@ def sink_notes(jumps: list[Jump], stack: Stack, start: int, end: int) -> list[st
     ]
 
 
-@dataclass
-class Loop:
-    """Everything that is copied for one more iteration.
-
-    Attributes:
-        entry, exit: stream before and after the window.
-        nodes: copied nodes, in order.
-        caches: cache placeholders the window reads.
-        leaks: values that are used after the window other than the stream.
-    """
-
-    entry: fx.Node
-    exit: fx.Node
-    nodes: list[fx.Node]
-    caches: list[fx.Node]
-    leaks: list[fx.Node] = field(default_factory=list)
-
-
 def grows(program: Program, node: fx.Node) -> bool:
     """Whether a cache placeholder holds one entry a token (keys, values), not a state of fixed size."""
     placeholders = [n for n in program.graph.nodes if n.op == "placeholder"]
     return any(isinstance(d, str) and "past" in d for d in program.inputs[placeholders.index(node)].shape)
-
-
-def loop_of(graph: fx.Graph, entry: fx.Node, exit_: fx.Node, caches: set[fx.Node]) -> Loop:
-    """The nodes between two boundaries, with what they prepare from caches and what they leave for cache outputs."""
-    flow = Dataflow(graph)
-    body = flow.between(entry, exit_)
-    members = set(body)
-    own = [n for n in private(body, entry) if any(flow.reaches(c, n) for c in caches)]
-    members.update(own)
-    side: list[fx.Node] = []
-    leaks: list[fx.Node] = []
-    frontier = [u for n in body if n is not exit_ for u in n.users]
-    while frontier:
-        node = frontier.pop()
-        if node in members or node.op == "output" or value(node) is None:
-            continue
-        if flow.reaches(exit_, node) or any(not _only_to_output(u, flow, exit_) for u in node.users):
-            leaks.append(node)
-            continue
-        members.add(node)
-        side.append(node)
-        frontier += list(node.users)
-    nodes = sorted([*own, *body, *side])
-    used = [c for c in sorted(caches) if any(u in members for u in c.users)]
-    return Loop(entry, exit_, nodes, used, leaks)
-
-
-def _only_to_output(node: fx.Node, flow: Dataflow, exit_: fx.Node) -> bool:
-    return node.op == "output" or value(node) is None or not flow.reaches(exit_, node)
