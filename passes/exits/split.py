@@ -84,6 +84,9 @@ def layout_of(program: Program, at: int | Sequence[int] | None = None) -> Layout
     if not places:
         raise UsageError("it is not said where to cut", where=program.signature.model,
                          hint="at=[20], or rewrite the program with `exits` first")  # fmt: skip
+    if inner := [k for k in places if not isinstance(k, int)]:
+        raise UsageError(f"the exit at {inner[0]} lies inside a loop, which is not cut", where="at",
+                         hint="exits at numbers of blocks, or form=select")  # fmt: skip
     graph = never_leaving(program)
     count = len(program.output_names)
     plain = without_taps(graph, count)
