@@ -6,6 +6,7 @@ import pytest
 import torch
 from hcx.passes.exits import calibrate, fit, set_thresholds
 from hcx.rewrite import NoMatchError, UsageError, load, trace
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.conftest import tiny_llama, token_ids
 
@@ -79,3 +80,26 @@ def test_a_cache_needs_to_know_what_skipped_blocks_leave_in_it(cached):
 def test_without_exits_there_is_nothing_to_skip(plain):
     with pytest.raises(NoMatchError, match="rewrite with `exits` first"):
         plain.rewrite("skipping")
+
+
+@pytest.mark.parametrize("score", ["probe", "gate", "cosine"])
+def test_a_head_that_the_score_does_not_read_runs_only_where_somebody_leaves(plain, score):
+    """Counted: never leaving costs a linear probe an exit; leaving in one call costs that call one head."""
+    exits = plain.rewrite(f"exits{{at=[2,4],score={score}}}", check=False)
+    ids = token_ids(24).reshape(2, 12)
+    head = 2 * 24 * exits.tensor("lm_head.weight").numel()
+
+    def operations(program, taps=False):
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            program(ids, taps=taps)
+        return counter.get_total_flops()
+
+    fast = exits.rewrite("skipping")
+    probes = 0 if score == "cosine" else 2 * 2 * 24 * 32
+    assert operations(fast) == operations(plain) + probes
+    with torch.no_grad():
+        figures = exits(ids, taps=True)[1]["exits.2.score"].flatten()
+    if figures.unique().numel() > 1:  # one position leaves at the first exit, nobody at the second
+        one = set_thresholds(exits, {2: figures.max().item(), 4: float("inf")}).rewrite("skipping", check=False)
+        assert operations(one) == operations(plain) + probes + head and same(one, set_thresholds(
+            exits, {2: figures.max().item(), 4: float("inf")}), ids)  # fmt: skip

@@ -92,7 +92,7 @@ def inits_of(name: str, mixer: str) -> list[str]:
 
 
 CASES = [
-    pytest.param(name, mixer, marks=[] if mixer in QUICK else pytest.mark.slow)
+    pytest.param(name, mixer, marks=[] if mixer in QUICK else [pytest.mark.slow, pytest.mark.full])
     for name in NETS
     for mixer in (["hc"] if name in PICTURES else EVERY)
 ]
@@ -192,6 +192,7 @@ def test_streams_go_through_a_regrouping_of_rows(mixer):
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_smollm2_is_kept_by_every_mixer_and_start(smollm2, capsys):
     """The largest difference of logits of up to 32, over 60 residuals; bitwise is what `replicate` claims."""
     ids = smollm2.ids(1, 32)
@@ -216,6 +217,7 @@ def test_smollm2_is_kept_by_every_mixer_and_start(smollm2, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_smollm2_in_bfloat16_is_bitwise_with_replicate(smollm2):
     ids = smollm2.ids(1, 32)
     model = copy.deepcopy(smollm2.model).to(torch.bfloat16)

@@ -44,7 +44,17 @@ NO_BLOCKS = {"highway", "concat"}
 IN_PLACE = {"inplace_add"}
 """Eager itself has no backward."""
 
-EACH = [pytest.param(name, marks=pytest.mark.xdist_group(f"host-{name}")) for name in NAMES]
+SAMPLE = {
+    "llama", "qwen3", "gpt2", "gemma3_mixed", "mixtral", "mixtral_grouped", "llama_lora", "bert", "deberta_v2", "wav2vec2",
+    "t5", "whisper", "vit", "swin", "resnet_hf", "mamba2", "bamba", "qwen3_next", "stoch_depth_if", "stoch_depth_mask",
+    "concat", "inplace_add",
+}  # fmt: skip
+"""One of each kind; the other models are in the full matrix."""
+
+EACH = [
+    pytest.param(name, marks=[pytest.mark.xdist_group(f"host-{name}"), *([] if name in SAMPLE else [pytest.mark.full])])
+    for name in NAMES
+]
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -153,6 +153,7 @@ def insert(
         tap: adds the taps, given the depth that each position took; nodes move into branches after that.
     """
     segments = _segments(stack, [e.at for e in entries])
+    _asked_heads(program, stack, editor, entries, answer)
     steps = _decide(stack, editor, entries)
     with editor.after(max(answer, steps[-1].logits, steps[-1].left), role="select"):
         chosen = editor.inline(select, steps[-1].left, steps[-1].logits, answer)
@@ -168,6 +169,41 @@ def insert(
         sort_graph(program.graph)
     tap(steps[-1].depth)
     _branch(program, editor, boundaries, segments, steps, chosen)
+
+
+def nobody(fire: torch.Tensor) -> torch.Tensor:
+    """A single bool: no row or position leaves here."""
+    return ~fire.any()
+
+
+def _asked_heads(program: Program, stack: Stack, editor: Editor, entries: Sequence, answer: fx.Node) -> None:
+    """Run the head of an exit only where somebody leaves there, when its score does not need it: a probe then costs next
+    to nothing where nobody leaves."""
+    flow = Dataflow(program.graph)
+    needed = _ancestors(flow, [answer, *(n for e in entries for n in (e.score, e.fire))])
+    for entry in entries:
+        if entry.logits in needed:
+            continue
+        head = _between(flow, stack.boundary(entry.at).node, [entry.logits]) - needed
+        known = set(program.graph.nodes)
+        with editor.after(max(entry.logits, entry.fire), role="skip"):
+            quiet = editor.inline(nobody, entry.fire)
+            val = value(entry.logits)
+            sizes = [editor.size(s) for s in val.shape]
+            unasked = editor.call(torch.ops.aten.full.default, sizes, float("nan"), dtype=val.dtype, device=val.device)
+        made = {n for n in program.graph.nodes if n not in known and n.op == "call_function"}
+        made -= _makers(quiet)
+        (entry.logits,) = editor.cond(quiet, Region(made, [unasked]), Region(head, [entry.logits]))
+    sort_graph(program.graph)
+
+
+def _makers(node: fx.Node) -> set[fx.Node]:
+    found, todo = {node}, list(node.all_input_nodes)
+    while todo:
+        if (other := todo.pop()) not in found:
+            found.add(other)
+            todo += other.all_input_nodes
+    return found
 
 
 def _decide(stack: Stack, editor: Editor, entries: Sequence) -> list[_Step]:
