@@ -392,7 +392,7 @@ class Editor:
         return mapping
 
     def input(self, name: str, number: int) -> fx.Node:
-        """A new input of the call: one whole number, int64 without dimensions.
+        """A new input of the call: a count from 1 on, int64 without dimensions.
 
         Args:
             name: of the argument; a number is appended where the model has one of that name.

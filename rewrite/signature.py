@@ -104,8 +104,8 @@ class CallSignature:
             indices = list(tensor_indices(argument.spec))
             if argument.name in given and not (argument.fill and given[argument.name] is None):
                 value = given[argument.name]
-                if isinstance(value, int) and [number_of(self.inputs[i].fill) for i in indices] not in ([], [None]):
-                    value = torch.tensor(value)
+                if any(number_of(self.inputs[i].fill) is not None for i in indices):
+                    value = _count(argument.name, value)
                 for index, tensor in zip(indices, extract(argument.spec, value, argument.name), strict=True):
                     flat[index] = tensor
             elif not argument.fill and indices:
@@ -350,6 +350,15 @@ def filled(spec: InputSpec, shape: list[int], device: torch.device) -> torch.Ten
     number = number_of(spec.fill)
     value = number if number is not None else int(spec.fill == "ones")
     return torch.full(shape, value, dtype=spec.dtype, device=device)
+
+
+def _count(name: str, value: Any) -> torch.Tensor:
+    """A count that a pass has made an argument: an int, or an integer tensor without dimensions."""
+    tensor = torch.tensor(value) if isinstance(value, int) else value
+    whole = isinstance(tensor, torch.Tensor) and not tensor.dim() and tensor.dtype in (torch.int32, torch.int64)
+    if not whole or (not tensor.is_meta and int(tensor) < 1):
+        raise UsageError(f"`{name}` is a whole number from 1 on, not {value!r}", where=name, hint=f"e.g. {name}=2")
+    return tensor.to(torch.int64)
 
 
 def number_of(fill: str | None) -> int | None:

@@ -8,7 +8,7 @@ from hcx.export import to_onnx, to_pt2
 from hcx.passes import Exits, Looped
 from hcx.rewrite import NoMatchError, PlanError, UsageError, load, trace
 from hcx.rewrite.control import While
-from hcx.rewrite.testing import conformance
+from hcx.rewrite.testing import conformance, tiny_decoder
 from torch.nn import functional as F
 
 from tests.conftest import tiny_llama, token_ids
@@ -148,3 +148,18 @@ def test_exits_that_skip_find_the_blocks_around_the_loop(loops):
 
 def test_it_conforms():
     assert conformance("looped{start=1,end=3,runtime=true}", subprocesses=False)
+
+
+@pytest.mark.parametrize("steps", [0, -3, 2.5, "a", torch.tensor(2.5), torch.tensor([2])])
+def test_steps_of_a_call_are_a_count(steps):
+    model, ids = tiny_decoder()
+    program = trace(model, (ids,)).rewrite("looped{start=1,end=3,runtime=true}", check=False)
+    with torch.no_grad(), pytest.raises(UsageError, match="`steps` is a whole number from 1 on"):
+        program(ids, steps=steps)
+
+
+def test_a_loop_of_runtime_steps_is_not_unlooped_and_says_so():
+    model, ids = tiny_decoder()
+    program = trace(model, (ids,)).rewrite("looped{start=1,end=3,runtime=true}", check=False)
+    with pytest.raises(NoMatchError, match="runtime=true"):
+        program.rewrite("unloop")

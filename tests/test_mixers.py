@@ -8,9 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from hcx.kernels import maps
-from hcx.rewrite import trace
+from hcx.rewrite import UsageError, trace
 from hcx.rewrite.dataflow import WRITES, op_name
 from hcx.rewrite.observe import observe
+from hcx.rewrite.registry import passes
 from torch import nn
 
 DRAWS = 2000
@@ -288,3 +289,15 @@ def test_every_mixer_goes_through_a_file_and_onnx(mixer, tmp_path):
     with torch.no_grad():
         torch.testing.assert_close(OnnxSession(tmp_path / "a.onnx")(x), new(x), rtol=1e-4, atol=1e-5)
     assert "Einsum" not in {node.op_type for node in onnx.load(tmp_path / "a.onnx").graph.node}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "mixer=kromhc,mult=1", "mixer=ohc,manifold=grassmann", "mixer=ohc,gradient=implicit", "mixer=shc,sinkhorn_iters=3",
+        "projector=2", "mixer=jpmhc,sinkhorn_iters=3", "mixer=mhc,eps=-1", "dynamic=true,eps=nan",
+    ],
+)  # fmt: skip
+def test_options_that_a_mixer_does_not_have_are_refused(options):
+    with pytest.raises(UsageError):
+        passes(f"hc{{{options}}}")

@@ -11,6 +11,7 @@ from hcx.passes import Unloop
 from hcx.rewrite import NoMatchError, PlanError, UsageError, load, trace
 from hcx.rewrite.generation import greedy
 from hcx.rewrite.plan import Plan
+from hcx.rewrite.testing import tiny_decoder
 
 from tests import loops_by_hand, zoo
 from tests.test_caches import program_of
@@ -207,3 +208,14 @@ def test_adapters_per_pass_share_the_weights_and_act_in_their_own_pass_alone(lla
 def test_one_adapter_serves_all_passes_by_default(llama):
     program = llama.program.rewrite(f"{MOVED},lora{{rank=2,target=[layers.3.mlp.up_proj]}}", check=False)
     assert len([n for n in program.new_parameters() if "lora_0" in n]) == 2
+
+
+@pytest.mark.parametrize("windows", [((0, 3), (1, 2)), ((1, 2), (0, 3))])
+def test_neutral_loops_inside_each_other_come_out(windows):
+    model, ids = tiny_decoder()
+    program = trace(model, (ids,))
+    looped = program.rewrite(",".join(f"looped{{start={a},end={b}}}" for a, b in windows), check=False)
+    dense = looped.rewrite("unloop")
+    with torch.no_grad():
+        assert torch.equal(dense(ids)["logits"], program(ids)["logits"])
+    assert len(dense.graph.nodes) == len(program.graph.nodes) and set(dense.state_dict()) == set(program.state_dict())

@@ -87,8 +87,27 @@ class HyperConnections(Pass):
             raise UsageError(f"{self.mixer} is always dynamic; `dynamic` belongs to mixer=hc", where="dynamic")
         if self.sinkhorn_iters < 1:
             raise UsageError("at least one Sinkhorn step is needed", where="sinkhorn_iters")
+        if not 0 <= self.eps < 1:
+            raise UsageError(f"hc{{eps={self.eps:g}}}: it is added to a mean square", where="eps", hint="0 <= eps < 1")
+        self._refuse_foreign()
         if self.projector is not None and not 1 <= self.projector < self.mult:
             raise UsageError(f"projector={self.projector}: its rank is 1 to {self.mult - 1}", where="projector")
+
+    def _refuse_foreign(self) -> None:
+        """Options that the chosen mixer does not read."""
+        bistochastic = self.mixer == "jpmhc" and self.manifold == "bistochastic"
+        read = {
+            "manifold": self.mixer == "jpmhc",
+            "projector": self.mixer == "jpmhc" and self.manifold == "grassmann",
+            "gradient": self.mixer == "mhc",
+            "sinkhorn_iters": self.mixer == "mhc" or bistochastic,
+        }
+        for name, used in read.items():
+            default = type(self).__dataclass_fields__[name].default
+            if not used and getattr(self, name) != default:
+                raise UsageError(
+                    f"hc{{mixer={self.mixer}}} has no {name}", where=name, hint="`hcx passes hc` says what it is of"
+                )
 
     @property
     def projector_rank(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -74,6 +75,8 @@ class Looped(Pass):
         if self.runtime and self.steps < 2:
             raise UsageError("looped{runtime=true,steps=1}: as it is called, it does not loop", where="steps",
                              hint="give the usual number of steps; a call may pass steps=1")  # fmt: skip
+        if not math.isfinite(self.scalar):
+            raise UsageError(f"looped{{scalar={self.scalar}}}: not a number", where="scalar", hint="0 keeps the model")
         if self.steps < 1:
             raise UsageError(f"looped{{steps={self.steps}}}: at least one step is needed", where="steps")
         if isinstance(self.start, int) != (self.end is not None):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 import torch
@@ -81,6 +82,11 @@ def windows(program: Program) -> list[Mark]:
                 Mark(closes["loop"], closes["address"], closes["mix"], closes["steps"], named[closes["first"]], node)
             )
     return found
+
+
+def made(key: str) -> int:
+    """How many ``looped`` came before the one that made a loop."""
+    return int(re.match(r"looped_(\d+)", key).group(1))
 
 
 def members(program: Program, mark: Mark) -> list[fx.Node]:

@@ -18,7 +18,7 @@ from hcx.rewrite.residuals import hcx_tag
 from torch import fx
 
 from .forms import is_neutral
-from .marks import Mark, members, read_inside, windows
+from .marks import Mark, made, members, read_inside, windows
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ class Unloop(Pass):
         """One site a window that is looped now, the last one first."""
         plan = self.new_plan(sites=[])
         copied = 0
-        for mark in reversed(windows(program)):
+        # the last one that was made first: it may lie in a pass of an earlier one, or hold passes of it
+        for mark in sorted(reversed(windows(program)), key=lambda m: -made(m.key)):
             still = self.neutral and is_neutral(mark.mix, mark.steps, mark.tensors(program))
             inside = read_inside(program, mark) if still and not mark.mix.startswith(("input", "restart")) else []
             if inside:
@@ -61,6 +62,11 @@ class Unloop(Pass):
                 copied += 0 if still else sum(program.tensor(n).numel() for _, n in _weights(program, mark))
             else:
                 plan.skips.append(Skip(mark.address, Reason.NOT_SELECTED, "its mix is not neutral, and separate=false"))
+        for entry in program.history:
+            options = entry["plan"]["steps"][0]["options"]
+            if entry["pass"] == "looped" and options.get("runtime"):
+                reason = "its steps are an input of the call (runtime=true): rewrite without that option"
+                plan.skips.append(Skip("looped", Reason.UNSUPPORTED, reason))
         if not plan.sites and not plan.skips:
             plan.skips.append(Skip("model", Reason.NO_BLOCKS, "no loop of `looped` is in this graph"))
         plan.estimate = {"new parameters": copied}

@@ -24,6 +24,8 @@ class KromHC(Head):
 
     def refusal(self, n: int) -> str | None:
         """Streams that are no product of pairs and triples have no small factors."""
+        if n < 2:
+            return super().refusal(n)
         if max(kronecker_factors(n)) <= LARGEST:
             return None
         return "it mixes by factors of 2 and 3 streams; use mhc, ohc or shc for other numbers"
