@@ -263,11 +263,8 @@ def test_adapters_over_quantized_weights_are_peft(llama, tmp_path, max_diff):
 
 
 def test_exits_read_the_dequantised_head(llama, max_diff):
-    model, ids = tiny_llama(), llama.ids(2, 12)
-    program = trace(model, (ids,)).rewrite(
-        "exits{at=[3],threshold=-1.0},quantize{target=[lm_head,q_proj]}", check=False
-    )
-    changed = put_back(model, program)
+    program = llama.program.rewrite("exits{at=[3],threshold=-1.0},quantize{target=[lm_head,q_proj]}", check=False)
+    changed, ids = put_back(llama.model, program), llama.ids(2, 12)
     with torch.no_grad():
         states = changed(ids, output_hidden_states=True).hidden_states[3]
         expected = changed.lm_head(changed.model.norm(states))
