@@ -8,6 +8,7 @@ and what eager disagrees with becomes a limit of the signature.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from torch.utils._sympy.printers import PythonPrinter
 
@@ -15,6 +16,8 @@ from .signature import Dim, size_of
 
 LARGEST = 4096
 """Sizes up to here are looked at: all small ones, then powers of two and their neighbours."""
+FURTHEST = 1024
+"""Larger sizes are not run for a second look."""
 
 Agrees = Callable[[dict[str, int]], bool]
 
@@ -36,38 +39,55 @@ def find_limits(values: list, shapes: list[tuple[Dim, ...]], sizes: dict[str, in
     }
     guards = list(_guards(values, symbols))
     found: dict[str, list] = {}
-    known: dict[tuple[str, int], bool] = {}
     for name, traced in sizes.items():
+        known: dict[int, bool] = {}
 
         def holds(guard, size: int, name: str = name) -> bool:
             return guard({s: size_of(dim, {**sizes, name: size}) for s, dim in symbols.items()})
 
-        def differs(size: int, name: str = name) -> bool:
-            if (name, size) not in known:
-                known[name, size] = not agrees({**sizes, name: size})
-            return known[name, size]
+        def differs(size: int, name: str = name, known: dict = known) -> bool:
+            if size not in known:
+                known[size] = not agrees({**sizes, name: size})
+            return known[size]
 
-        up = [s for s in _looked_at() if s > traced]
-        down = [s for s in reversed(_looked_at()) if s < traced]
         for guard in guards:
             if not holds(guard, traced):
                 continue
-            for end, tried in ((1, up), (0, down)):
-                last, broken = traced, next((s for s in tried if not holds(guard, s)), None)
-                if broken is None:
+            for step in (1, -1):
+                first = _first_broken(partial(holds, guard), traced, step)
+                if first is None:
                     continue
-                last = max((s for s in (traced, *up) if s < broken), default=traced) if end else min(
-                    (s for s in (traced, *down) if s > broken), default=traced
-                )  # fmt: skip
-                first = next(
-                    s for s in range(last, broken + (1 if end else -1), 1 if end else -1) if not holds(guard, s)
-                )
+                further = 2 * first if step > 0 else first // 2  # one size too many may happen to change nothing
                 if differs(first):
-                    limit = found.setdefault(name, [None, None])
-                    inner = first - 1 if end else first + 1
-                    outer = limit[end]
-                    limit[end] = inner if outer is None else min(outer, inner) if end else max(outer, inner)
+                    wrong = first
+                elif 1 < further <= FURTHEST and not holds(guard, further) and differs(further):
+                    wrong = _nearest(differs, first, further)
+                else:
+                    continue
+                least, largest = found.setdefault(name, [None, None])
+                if step > 0:
+                    found[name][1] = min(wrong - 1, largest or LARGEST)
+                else:
+                    found[name][0] = max(wrong + 1, least or 0)
     return found
+
+
+def _nearest(differs: Callable[[int], bool], good: int, wrong: int) -> int:
+    """By halving, a size next to a good one that is wrong."""
+    while abs(wrong - good) > 1:
+        middle = (good + wrong) // 2
+        good, wrong = (good, middle) if differs(middle) else (middle, wrong)
+    return wrong
+
+
+def _first_broken(holds: Callable[[int], bool], traced: int, step: int) -> int | None:
+    """The size nearest to the traced one, above (step 1) or below it (step -1), at which a guard is known to break."""
+    last = traced
+    for size in sorted((s for s in _looked_at() if (s - traced) * step > 0), reverse=step < 0):
+        if not holds(size):
+            return next(s for s in range(last + step, size + step, step) if not holds(s))
+        last = size
+    return None
 
 
 def _looked_at() -> list[int]:

@@ -295,6 +295,23 @@ def test_sizes_that_the_model_decides_by_are_limits(tmp_path):
                 net(torch.randn(3, length, 4))
 
 
+class Differences(torch.nn.Module):
+    """Sums of differences within chunks of 8 tokens: one token alone in a chunk of its own changes nothing."""
+
+    def forward(self, x):
+        total = torch.zeros_like(x[:, 0])
+        for i in range((x.shape[1] + 7) // 8):
+            chunk = x[:, 8 * i : 8 * i + 8]
+            total = total + (chunk[:, 1:] - chunk[:, :-1]).square().sum(1)
+        return total
+
+
+def test_one_size_that_happens_to_agree_is_not_believed():
+    program = trace(Differences().eval(), (torch.randn(2, 11, 4),))
+    (limit,) = program.signature.limits.values()
+    assert limit == [None, 17]
+
+
 def test_guards_that_change_nothing_are_no_limits():
     net = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3, stride=2), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten())
     program = trace(net.eval(), (torch.randn(2, 3, 32, 32),))
