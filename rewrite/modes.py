@@ -19,7 +19,6 @@ from .capture import Call, buffers_kept, invoke, reference_mode
 from .control import change_bodies, every_node
 from .dataflow import op_name
 from .errors import UsageError
-from .structure import flatten
 
 MODES, EVAL_ONLY = "modes", "eval_only"
 """Keys of ``node.meta``: ``{argument: [eval value, train value]}`` of an op; on the output, why there is no train mode."""
@@ -141,7 +140,7 @@ def _run(reference, flat: list[torch.Tensor], coin: float | None = None) -> tupl
         if coin is not None:
             stack.enter_context(enable_python_dispatcher())
             stack.enter_context(draws)
-        return draws, flatten(invoke(model, call))[0]
+        return draws, reference.flat(invoke(model, call))
 
 
 @contextlib.contextmanager

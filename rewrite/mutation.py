@@ -1,7 +1,7 @@
 """In-place ops as new values, and a guard for those that must stay.
 
 ``torch.export`` keeps ``add_`` and friends. A pass that reads a stream later, or runs a block again, would read or write
-a tensor that has changed since. Where no other view of the storage is read afterwards, ``y = x.add_(z)`` becomes
+a tensor that has changed since. Where no view that was made before is read afterwards, ``y = x.add_(z)`` becomes
 ``y = x + z`` with every later use of ``x`` reading ``y``: the same numbers.
 """
 
@@ -55,10 +55,10 @@ def functional(graph: fx.Graph) -> None:
             continue
         target = targets[0]
         same = aliases.same(target)
-        late = [
+        late = [  # views that are made afterwards are views of the new value
             u
             for other in aliases.members(target)
-            if other not in same and other is not node
+            if other not in same and order[other] < order[node]
             for u in other.users
             if order[u] > order[node]
         ]

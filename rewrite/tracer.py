@@ -109,7 +109,11 @@ class EagerReference:
                     del values[name]
         with reference_mode(self.model), torch.set_grad_enabled(grad):
             result = own_cache(invoke(self.model, Call(values, self.positions)), cache)
-            return flatten(result)[0] if self.outputs is None else outputs_of(self.outputs.spec, result, [])
+            return self.flat(result)
+
+    def flat(self, result: Any) -> list[torch.Tensor]:
+        """The model's output as flat tensors; numbers that follow the input's sizes are among them."""
+        return flatten(result)[0] if self.outputs is None else outputs_of(self.outputs.spec, result, [])
 
     def _starts(self, flat: list[torch.Tensor], cache: str) -> bool:
         """Whether the cache is that before the first token: nothing in what grows, zeros in the rest."""

@@ -112,6 +112,27 @@ def test_what_train_mode_alone_does_is_refused_and_not_left_out(model, reason, t
         assert caught.value.where and "eval mode" in caught.value.hint and not one.training
 
 
+class Sizes(nn.Module):
+    """Numbers that follow the input's sizes are outputs too."""
+
+    def __init__(self):
+        super().__init__()
+        self.f, self.drop = nn.Linear(4, 3), nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.drop(self.f(x)), x.shape[0], x.shape[1] * 2
+
+
+def test_numbers_among_the_outputs_do_not_stand_in_the_way_of_train_mode():
+    model, x = Sizes().eval(), torch.randn(2, 5, 4)
+    program = trace(model, (x,))
+    torch.manual_seed(0)
+    got = program.train()(x)
+    torch.manual_seed(0)
+    wanted = model.train()(x)
+    assert torch.equal(got[0], wanted[0]) and got[1:] == wanted[1:]
+
+
 def test_dropout_that_the_eval_graph_has_no_op_for_is_refused():
     class Weights(nn.Module):
         def __init__(self):

@@ -44,6 +44,9 @@ def refusal(program: Program, stack: Stack, answer: fx.Node, places: Sequence[in
                     "a step that skips blocks owes the cache their keys and values: give kv=propagate")  # fmt: skip
     if kv is not None and stack.boundaries[first].carrier.kind != "plain":
         return Skip(stack.label, Reason.UNSUPPORTED, "kv=propagate needs one plain stream, this one is several")
+    if kv is not None and not stored and (where := _reshaped(stack, first)):
+        return Skip(stack.label, Reason.UNSUPPORTED,
+                    f"kv=propagate holds the stream, whose shape changes behind block {where}: leave kv out, there is no cache")  # fmt: skip
     others = [o for o in program.graph.output_node().args[0] if o is not answer and o not in stored and o not in caches]
     for output in others:
         if isinstance(output, fx.Node) and flow.reaches(nodes[first], output) and not flow.reaches(answer, output):
@@ -62,6 +65,12 @@ def refusal(program: Program, stack: Stack, answer: fx.Node, places: Sequence[in
                     stack.label, Reason.LEAK, f"`{node.name}` of a skipped block is read by `{outside[0].name}`"
                 )
     return None
+
+
+def _reshaped(stack: Stack, first: int) -> int | None:
+    """Number of blocks before the first change of the stream's shape behind a boundary, but at the end."""
+    held = stack.boundaries[first:-1]
+    return next((b.index for a, b in zip(held, held[1:], strict=False) if shape(a.node) != shape(b.node)), None)
 
 
 def _purpose(program: Program, output: fx.Node) -> str:
