@@ -284,6 +284,6 @@ def test_long_graph_work_keeps_the_collector_off_old_objects_and_leaves_it_as_it
     try:
         frozen = gc.get_freeze_count()
         program.rewrite("looped", check=False)
-        assert gc.get_freeze_count() == frozen
+        assert 0 <= frozen - gc.get_freeze_count() < 100  # a few frozen objects may die meanwhile; none joins them
     finally:
         gc.unfreeze()
