@@ -83,7 +83,7 @@ def _check_dtype(node: fx.Node, upcast: bool) -> None:
         raise ExportError(
             "ONNX Runtime on CPU cannot compute in bfloat16",
             where=where(node),
-            hint="pass upcast=True to write float32, or convert the model with .float() before tracing",
+            hint="`--upcast` (`upcast=True` in Python) writes float32",
         )
 
 

@@ -62,9 +62,16 @@ def check_order(program: Program, steps: list[Pass]) -> None:
                 raise PlanError(
                     f"`{step.name}` cannot follow `{name}`",
                     where="pipeline order",
-                    hint=f"put {step.name} before {name}: {name} reads what {step.name} changes",
+                    hint=f"put {step.name} before {name}: {_why(name, step.name, place)}",
                 )
         done.append((step.name, step.order()))
+
+
+def _why(before: str, after: str, place: Any) -> str:
+    usual = registry.get(before).place() if before in registry.homes() else None
+    if usual is not None and usual <= place:
+        return f"with these options {before} moves blocks to where later passes do not find them"
+    return f"{before} reads what {after} changes"
 
 
 def plan(program: Program, what: Any) -> Plan:

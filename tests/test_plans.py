@@ -259,3 +259,27 @@ def test_planning_changes_nothing(net):
     net.plan("looped{start=1,end=3},exits{at=[2]}")
     net.rewrite("looped{start=1,end=3},exits{at=[2]}")
     assert text(net.graph) == before and net.history == history and not net.new_parameters()
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "where"),
+    [
+        ("exits{at=[]}", "at"),
+        ("exits{threshold=nan}", "threshold"),
+        ("exits{candidates=1}", "candidates"),
+        ("normformer{gate=nan}", "gate"),
+        ("scale_vectors{form=direction,target=[blocks.0]}", "target"),
+        ("lora{per_iteration=true}", "per_iteration"),
+        ("looped{start=1,end=3,cache=last}", "cache"),
+    ],
+)
+def test_an_option_that_would_do_nothing_is_refused(net, pipeline, where):
+    with pytest.raises(UsageError) as caught:
+        net.rewrite(pipeline)
+    assert caught.value.where == where and caught.value.hint
+
+
+def test_an_order_that_options_forbid_says_so(net):
+    with pytest.raises(PlanError) as caught:
+        net.rewrite("looped{start=1,end=3,runtime=true},exits{at=[2]}")
+    assert "with these options looped moves blocks" in caught.value.hint

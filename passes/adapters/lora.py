@@ -73,7 +73,11 @@ class Lora(Pass):
 
         Raises:
             PlanError: a chosen weight holds NaN or Inf.
+            UsageError: adapters for each pass of a loop that there is not.
         """
+        if self.per_iteration and not any(hcx_tag(n).get("iteration", 1) > 1 for n in program.graph.nodes):
+            raise UsageError("lora{per_iteration=true}: nothing in this model is repeated by `looped`",
+                             where="per_iteration", hint="leave it out, or put `looped` before lora")  # fmt: skip
         plan = self.new_plan(sites=[])
         selection = select(program, self.target, MATRICES, axes=2)
         if not selection.chosen:

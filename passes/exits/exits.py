@@ -6,7 +6,7 @@ All heads are computed and the answer is selected, so rows never depend on each 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import ceil
+from math import ceil, isnan
 from typing import ClassVar, Literal
 
 import torch
@@ -70,6 +70,11 @@ class Exits(Pass):
     stack: str | None = None
 
     def __post_init__(self) -> None:
+        if self.threshold is not None and isnan(self.threshold):
+            raise UsageError("exits{threshold=nan}: not a number", where="threshold", hint="left out, nothing leaves")
+        if self.candidates is not None and self.candidates < 2:
+            raise UsageError(f"exits{{candidates={self.candidates}}}: a score compares at least 2 rows", where="candidates",
+                             hint="e.g. candidates=1024; left out: all rows")  # fmt: skip
         if self.kv is not None and self.form == "select":
             raise UsageError(f"exits{{kv={self.kv}}}: select computes every block", where="kv", hint="form=cond")
         by_pass = [place for place in self.at or () if places.parsed(place)[1] is not None]
@@ -84,6 +89,8 @@ class Exits(Pass):
 
     def plan(self, program: Program) -> PassPlan:
         """One site an exit; the ones whose head does not fit are skipped with the reason."""
+        if self.at is not None and not self.at:
+            raise UsageError("exits{at=[]}: no exit", where="at", hint="e.g. at=[20]; left out: two places by depth")
         plan = self.new_plan(sites=[])
         sites = find(program)
         stack = sites.stack(self.stack)

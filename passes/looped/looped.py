@@ -132,6 +132,8 @@ class Looped(Pass):
             )
             plan.skips.append(Skip(stack.label if stack else "model", Reason.NO_STREAM, reason))
             return plan
+        if self.cache == "last" and not program.signature.has_cache:
+            raise UsageError("looped{cache=last}: this model keeps no cache", where="cache", hint="leave it out")
         jumps = measured_jumps(program, stack)
         uses = shared_uses(program.graph, stack)
         shared = self.end is None and uses is not None and 2 * (uses.end - uses.start) > len(stack.blocks)

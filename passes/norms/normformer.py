@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any, ClassVar
 
 import torch
 from hcx.rewrite.contracts import Contract, Exact, Structural
 from hcx.rewrite.dataflow import Dataflow, is_identity, op_name, resolve, value
 from hcx.rewrite.editor import Editor
+from hcx.rewrite.errors import UsageError
 from hcx.rewrite.finder import find
 from hcx.rewrite.passbase import Pass
 from hcx.rewrite.plan import PassPlan, Reason, Site, Skip
@@ -41,6 +43,12 @@ class NormFormer(Pass):
 
     gate: float = 0.0
     scale_residual: bool = False
+
+    def __post_init__(self) -> None:
+        if not isfinite(self.gate):
+            raise UsageError(
+                f"normformer{{gate={self.gate}}}: not a finite number", where="gate", hint="0 keeps the model"
+            )
 
     def plan(self, program: Program) -> PassPlan:
         """One site a branch of attention or MLP."""

@@ -10,6 +10,7 @@ import torch
 from hcx.rewrite.contracts import Contract, Exact, Rounding
 from hcx.rewrite.dataflow import op_name, resolve, value
 from hcx.rewrite.editor import Editor
+from hcx.rewrite.errors import UsageError
 from hcx.rewrite.passbase import Pass
 from hcx.rewrite.plan import PassPlan, Reason, Site, Skip
 from hcx.rewrite.program import Program
@@ -40,6 +41,11 @@ class ScaleVectors(Pass):
 
     form: Literal["dual", "consumers", "direction"] = "dual"
     target: Literal["auto"] | tuple[str, ...] = "auto"
+
+    def __post_init__(self) -> None:
+        if self.form == "direction" and self.target != "auto":
+            raise UsageError("scale_vectors{form=direction} takes every norm with a gain, and no target", where="target",
+                             hint="leave target out, or form=dual or consumers")  # fmt: skip
 
     def plan(self, program: Program) -> PassPlan:
         """One site a matrix, or a gain."""

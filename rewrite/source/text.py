@@ -76,7 +76,7 @@ def tokenizer_from(companions: Mapping[str, bytes]) -> Any:
     if not has_tokenizer(companions):
         raise SourceError(
             "the model came without tokenizer files",
-            where="companions",
+            where="tokenizer",
             hint="open it from a folder that has tokenizer.json or a vocabulary",
         )
     with tempfile.TemporaryDirectory(prefix="hcx-tokenizer-") as folder:
