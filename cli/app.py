@@ -125,11 +125,12 @@ def diff(
     context: typer.Context, before: Before, after: After, nodes: Nodes = False, html: Html = None,
     overwrite: Overwrite = False,
     arch: Arch = None, dtype: Dtype = None, text: Text = None, inputs: Inputs = None, trust: Trust = False,
+    weights: Weights = None,
     json: Json = False, verbose: Verbose = 0,
 ) -> int:
     """Show what differs between two models: call, tensors, contracts, and the graph block by block."""
     return _run(context, json, verbose, before=before, after=after, nodes=nodes, html=html, overwrite=overwrite,
-                arch=arch, dtype=dtype, text=text, inputs=inputs, trust=trust)
+                arch=arch, dtype=dtype, text=text, inputs=inputs, trust=trust, weights=weights)
 
 
 Format = Annotated[str, typer.Option("--to", metavar="FORMAT", help="onnx, hf (a Transformers folder) or pt2 (a torch.export archive)")]

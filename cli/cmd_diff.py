@@ -30,6 +30,7 @@ def diff(
     nodes: bool = False,
     html: str | None = None,
     overwrite: bool = False,
+    weights: str | None = None,
     progress: Progress = silent,
     **source: Any,
 ) -> Result:
@@ -39,6 +40,7 @@ def diff(
         before, after: MODEL arguments.
         nodes: text with a line for each node that differs.
         html: also write a page to this file; ``overwrite`` allows that it exists.
+        weights: the source model's folder, for a ``.hcx`` folder that refers to its weights.
         source: options of :func:`hcx.cli.opening.open_program`; where one side is a ``.hcx`` folder, for the other.
 
     Raises:
@@ -51,10 +53,13 @@ def diff(
             )
         check_output(html, overwrite=overwrite)
     stored = [Path(m).suffix == ".hcx" for m in (before, after)]
+    if weights is not None and not any(stored):
+        raise UsageError("neither model is a .hcx folder", where="--weights", hint="leave it out")
     opened = [
-        open_program(model, progress=progress, **({} if is_stored and not all(stored) else source))
+        open_program(model, progress=progress, weights=weights if is_stored else None,
+                     **({} if is_stored and not all(stored) else source))
         for model, is_stored in zip((before, after), stored, strict=True)
-    ]
+    ]  # fmt: skip
     from hcx.rewrite.diff import diff as compare
     from hcx.rewrite.diff_text import text_of
 

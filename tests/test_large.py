@@ -206,6 +206,15 @@ def test_a_lazy_artefact_is_rewritten_and_saved_again(sharded, artefact, tmp_pat
     assert torch.equal(load(tmp_path / "whole.hcx")(tokens).logits, direct(tokens).logits), "it holds everything"
 
 
+def test_a_diff_reads_the_weights_that_an_artefact_refers_to(sharded, artefact, ids, capsys):
+    assert main(["diff", str(sharded), str(artefact), "--inputs", str(ids), "--weights", str(sharded), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["diff"]["tensors"]
+    assert found and all("hcx." in json.dumps(change) for change in found), "no tensor of the model's own"
+    assert main(["diff", str(sharded), str(artefact), "--inputs", str(ids)]) == 2
+    assert "--weights" in capsys.readouterr().err
+    assert main(["diff", str(sharded), str(sharded), "--inputs", str(ids), "--weights", str(sharded)]) == 2
+
+
 def test_folders_that_cannot_be_read_lazily(sharded, tmp_path):
     other = shutil.copytree(sharded, tmp_path / "dtype")
     config = json.loads((other / "config.json").read_text())
