@@ -10,6 +10,7 @@ _HOME = {
     "Skipping": "exits",
     "Lora": "adapters",
     "Quantize": "quantization",
+    "Observe": "observation",
 }
 __all__ = sorted(_HOME)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -11,6 +12,9 @@ from .program import Program
 from .signature import CACHE, CallSignature
 
 Runner = Callable[[list[torch.Tensor]], list[torch.Tensor]]
+Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""``(tokens so far [batch, length], scores of the next [batch, vocabulary]) -> scores``, as Transformers' logits
+processors are."""
 
 
 def greedy(
@@ -21,6 +25,8 @@ def greedy(
     attention_mask: torch.Tensor | None = None,
     stop: int | None = None,
     inputs: dict[str, torch.Tensor] | None = None,
+    logits_processor: Sequence[Processor] = (),
+    on_taps: Callable[[dict[str, torch.Tensor]], None] | None = None,
 ) -> torch.Tensor:
     """Prompt and ``steps`` greedy tokens.
 
@@ -31,19 +37,23 @@ def greedy(
         attention_mask: ``[batch, length]``; positions then count from each row's first real token.
         stop: token that ends a row; the rest of the row is filled with it.
         inputs: the program's other inputs by name, such as the encoder's.
+        logits_processor: change the scores of the next token, in order.
+        on_taps: called with the taps of each step before that; without it no taps are computed.
 
     Raises:
         UsageError: the program takes no tokens, or an input is missing.
     """
     return decode(
         program.signature,
-        program.run_flat,
+        partial(program.run_flat, taps=on_taps is not None),
         program.output_names,
         input_ids,
         steps,
         attention_mask=attention_mask,
         stop=stop,
         inputs=inputs,
+        logits_processor=logits_processor,
+        on_taps=None if on_taps is None else lambda values: on_taps(dict(zip(program.taps, values, strict=True))),
     )[0]
 
 
@@ -57,8 +67,11 @@ def decode(
     attention_mask: torch.Tensor | None = None,
     stop: int | None = None,
     inputs: dict[str, torch.Tensor] | None = None,
+    logits_processor: Sequence[Processor] = (),
+    on_taps: Callable[[list[torch.Tensor]], None] | None = None,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """As :func:`greedy` for anything that runs flat inputs; also returns the last logits of each step."""
+    """As :func:`greedy` for anything that runs flat inputs; also returns the last logits of each step, as they were
+    before any processor. ``on_taps`` is given what ``run`` returns behind the outputs."""
     if signature.tokens is None:
         raise UsageError("this model does not take `input_ids`, so it cannot generate text", where=signature.model)
     mask = attention_mask if attention_mask is not None else torch.ones_like(input_ids)
@@ -68,9 +81,14 @@ def decode(
         window = tokens[:, -1:] if cache else tokens
         flat = signature.by_name({**(inputs or {}), **cache, **_tokens(signature.tokens, window, mask)})
         with torch.no_grad():
-            outputs = dict(zip(output_names, run(flat), strict=False))
+            values = run(flat)
+        outputs = dict(zip(output_names, values, strict=False))
+        if on_taps is not None:
+            on_taps(values[len(output_names) :])
         last = outputs["logits"][:, -1]
         logits.append(last)
+        for process in logits_processor:
+            last = process(tokens, last)
         new = last.argmax(-1)
         if stop is not None:
             new = torch.where(done, torch.full_like(new, stop), new)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -14,20 +15,30 @@ from .observe import observe
 from .pretrained_cache import from_flat, to_flat
 from .program import Program
 
+OnTaps = Callable[[dict[str, torch.Tensor]], None]
+"""Called with the taps of a forward by name."""
 
-def as_pretrained(program: Program):
+
+def as_pretrained(program: Program, *, on_taps: OnTaps | None = None):
     """A ``PreTrainedModel`` with ``GenerationMixin`` over the same tensors.
 
     State-dict keys are the source model's (plus what passes added), so checkpoints load back into the Program. Caches
     are ``DynamicCache`` objects with one layer a slot; blocks of a loop have slots of their own. A model with an encoder
     runs it in every step. Blocks are modules, as in :func:`hcx.rewrite.module.as_module`.
 
+    Args:
+        on_taps: called in every forward, so in every step of ``generate`` before the logits processors, with the taps of
+            the positions that this forward computes; rows are those of the call. The attribute ``on_taps`` of the model,
+            None computes no taps.
+
     Raises:
         UsageError: the program does not take ``input_ids``, or there is no configuration.
     """
     if program.signature.tokens is None or "logits" not in program.output_names:
         raise UsageError("as_pretrained() is for programs from `input_ids` to `logits`", where=program.signature.model)
-    return _model_class()(config_of(program), program)
+    model = _model_class()(config_of(program), program)
+    model.on_taps = on_taps
+    return model
 
 
 def config_of(program: Program):
@@ -85,7 +96,7 @@ def _model_class():
             module = program.as_module()
             for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
                 self.__dict__[name] = module.__dict__[name]
-            self.__dict__.update(program=program, module=module)
+            self.__dict__.update(program=program, module=module, on_taps=None)
             groups = program.tied_groups()
             self._tied_weights_keys = {name: group[0] for group in groups for name in group[1:]}
             self.all_tied_weights_keys = dict(self._tied_weights_keys)
@@ -128,7 +139,10 @@ def _model_class():
             past = {} if cache is None else to_flat(cache)
             given = {n: t for n, t in given.items() if isinstance(t, torch.Tensor)}
             flat = self.program.signature.by_name({**given, **past})
-            outputs = dict(zip(self.program.output_names, self.module.run_flat(flat), strict=True))
+            values = self.module.run_flat(flat, taps=self.on_taps is not None)
+            outputs = dict(zip(self.program.output_names, values, strict=self.on_taps is None))
+            if self.on_taps is not None:
+                self.on_taps(dict(zip(self.program.taps, values[len(outputs) :], strict=True)))
             logits = outputs["logits"]
             if isinstance(logits_to_keep, int) and logits_to_keep:
                 logits = logits[:, -logits_to_keep:]

@@ -228,11 +228,11 @@ class Program(torch.nn.Module):
 
         save(self, path, **options)
 
-    def as_pretrained(self):
+    def as_pretrained(self, **options: Any):
         """A Transformers model over the same tensors; see :func:`hcx.rewrite.pretrained.as_pretrained`."""
         from .pretrained import as_pretrained
 
-        return as_pretrained(self)
+        return as_pretrained(self, **options)
 
     def as_module(self, checkpoint: str | None = None):
         """An ordinary module over the same parameters, for training; see :func:`hcx.rewrite.module.as_module`."""

@@ -25,6 +25,7 @@ OPTIONS = {
     "siamese": "siamese",
     "scale_vectors": "scale_vectors{form=direction}",
     "quantize": "quantize{bits=8,group=0,symmetric=true}",
+    "observe": "observe{at=[2,1],branches=[*/mlp],side=input,units=[7,0]}",
 }
 BEFORE = {"unloop": "looped{start=1,end=3}", "skipping": "exits{at=[1,3]}"}
 """What a pass needs to find in a model."""

@@ -120,12 +120,14 @@ def never_leaving(program: Program) -> fx.Graph:
     return graph
 
 
-def without_taps(graph: fx.Graph, outputs: int) -> fx.Graph:
-    """A copy of a graph with its first so many results, and what they need."""
+def without_taps(graph: fx.Graph, outputs: int, prefix: str = "") -> fx.Graph:
+    """A copy of a graph with its first so many results, and what they need; taps go whose names begin so."""
     plain = copy_graph(graph)
     output = plain.output_node()
-    output.args = (tuple(output.args[0])[:outputs],)
-    output.meta.pop("taps", None)
+    taps = zip(output.meta.get("taps", ()), output.args[0][outputs:], strict=True)
+    kept = [(name, node) for name, node in taps if not name.startswith(prefix)]
+    output.args = ((*output.args[0][:outputs], *(node for _, node in kept)),)
+    output.meta["taps"] = [name for name, _ in kept]
     plain.eliminate_dead_code(is_impure_node=lambda n: n.op in ("placeholder", "output"))
     return plain
 

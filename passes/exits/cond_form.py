@@ -54,11 +54,15 @@ def refusal(program: Program, stack: Stack, answer: fx.Node, places: Sequence[in
                 return Skip(
                     stack.label, Reason.LEAK, f"the output `{output.name}` needs the blocks that would be skipped"
                 )
+    taps = dict(zip(program.graph.output_node().args[0][len(program.output_names) :], program.taps, strict=True))
     for segment in _segments(stack, places):
         start, end = nodes[segment.start], nodes[segment.end] if segment.end < len(nodes) else answer
         inside = _between(flow, start, [end, *stored])
         later = {o for o in stored if flow.reaches(nodes[min(segment.end, len(nodes) - 1)], o)}
         for node in inside - _between(flow, end, later):
+            if node is not end and node in taps:
+                return Skip(stack.label, Reason.LEAK,
+                            f"the tap `{taps[node]}` shows a value of blocks that would be skipped")  # fmt: skip
             outside = [u for u in node.users if u not in inside and u.op != "output" and value(node) is not None]
             if node is not end and outside:
                 return Skip(

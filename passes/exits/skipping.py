@@ -109,9 +109,10 @@ class _Entry:
 
 
 def _bare(program: Program, exits: Applied) -> tuple[Program, Stack]:
-    """The Program in which nothing leaves and heads are gone, under the same node names, and its stack."""
+    """The Program in which nothing leaves and its heads are gone, under the same node names, and its stack."""
     bare = fork(program)
-    bare.__dict__["graph"] = without_taps(never_leaving(program), len(program.output_names))
+    prefix = NAME if exits.number == 0 else f"{NAME}_{exits.number}"
+    bare.__dict__["graph"] = without_taps(never_leaving(program), len(program.output_names), f"{prefix}.")
     stack = find(bare).stack(exits.details[0]["stack"])
     if stack is None:
         raise UsageError("the stack of the exits is not found any more", where=str(exits.details[0]["stack"]))
