@@ -1,5 +1,8 @@
-"""Looking inside: taps on chosen values."""
+"""Looking inside: taps on chosen values, units that tell what comes next, and rules that decide while text is made."""
 
+from .monitors import NeuronMonitor
 from .observe import Observe
+from .path_deviation import PathDeviation
+from .separation import Separation, Unit, separation
 
-__all__ = ["Observe"]
+__all__ = ["NeuronMonitor", "Observe", "PathDeviation", "Separation", "Unit", "separation"]

@@ -1,0 +1,103 @@
+"""Reading units while text is made, and acting on the next token where enough of them fire (NEAT)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from hcx.rewrite.errors import UsageError
+from hcx.rewrite.program import Program
+
+from .forcing import fit_vocabulary, only, token_ids, without
+from .rows import Rows, carried
+from .separation import Unit
+from .taps import columns
+
+
+class NeuronMonitor:
+    """A logits processor that reads taps of the step that gave the scores.
+
+    Hand :meth:`see` to whoever runs the Program, and the monitor to whoever picks tokens::
+
+        monitor = NeuronMonitor(program, found.units, suppress=[wait])
+        model = program.as_pretrained(on_taps=monitor.see)
+        model.generate(**prompt, logits_processor=[monitor])
+
+    Every row of a batch is judged by itself, from the activations at its last position. A row is forced to its token
+    once; see :class:`~.rows.Rows`.
+
+    Args:
+        program: has ``observe`` taps of the units.
+        units: with their thresholds.
+        suppress: ids of tokens that cannot follow where the units fire; or
+        force: id of the token that must.
+        need: how many units have to be beyond their threshold.
+
+    Attributes:
+        fired: rows in which it acted at the last step, bool ``[B]``; None before the first.
+
+    Raises:
+        UsageError: no unit, a unit that no tap holds, both or neither of ``suppress`` and ``force``.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        units: Sequence[Unit],
+        *,
+        suppress: Iterable[int] | None = None,
+        force: int | None = None,
+        need: int = 1,
+    ):
+        if (suppress is None) == (force is None):
+            raise UsageError("a monitor suppresses some tokens or forces one", where="NeuronMonitor",
+                             hint="give suppress=[ids] or force=id")  # fmt: skip
+        if not 1 <= need <= len(units):
+            raise UsageError(f"need={need} of {len(units)} units", where="need", hint="1 up to the number of units")
+        self.units, self.need = list(units), need
+        self.places = columns(program, self.units)
+        self.suppress = token_ids(suppress, "suppress") if suppress is not None else None
+        self.force = token_ids([force], "force")[0] if force is not None else None
+        self._rows = Rows()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget every row; calls that start another text do that by themselves."""
+        self._rows.reset()
+        self.fired: torch.Tensor | None = None
+        self._done: torch.Tensor | None = None
+        self._active: torch.Tensor | None = None
+
+    def see(self, taps: Mapping[str, torch.Tensor]) -> None:
+        """Take the taps of a step: each ``[B, positions, units]``, of which the last position is read."""
+        votes = [
+            (x if u.above else -x) >= (u.threshold if u.above else -u.threshold)
+            for u, (tap, column) in zip(self.units, self.places, strict=True)
+            for x in [taps[tap][:, -1, column].detach().double()]
+        ]
+        self._active = torch.stack(votes).sum(0) >= self.need
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Scores of the next token, ``[B, V]``, after the tokens ``[B, N]``.
+
+        Raises:
+            UsageError: the taps of this step have not been handed over, or are those of other rows.
+        """
+        active, self._active = self._active, None
+        if active is None:
+            raise UsageError("the taps of this step were not handed over", where="NeuronMonitor",
+                             hint="program.as_pretrained(on_taps=monitor.see); drafts of an assistant have no taps")  # fmt: skip
+        if active.shape[0] != scores.shape[0]:
+            raise UsageError(f"taps of {active.shape[0]} rows, scores of {scores.shape[0]}", where="NeuronMonitor",
+                             hint="run the model on the rows whose tokens are picked")  # fmt: skip
+        active = active.to(scores.device)
+        if self.suppress is not None:
+            fit_vocabulary(self.suppress, scores, "suppress")
+            self.fired = active
+            return without(scores, active, self.suppress)
+        fit_vocabulary([self.force], scores, "force")
+        source = self._rows.follow(input_ids)
+        done = torch.zeros_like(active) if self._done is None else self._done
+        self._done = carried(done, source) | ((source >= 0) & (input_ids[:, -1] == self.force))
+        self.fired = active & ~self._done
+        return only(scores, self.fired, self.force)
