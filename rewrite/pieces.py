@@ -62,7 +62,7 @@ def cut(program: Program, graph: fx.Graph, stages: Sequence[Mapping[str, str]]) 
         whole. Outputs are a dict, in which the cache (where a piece has a part of it) keeps its kind.
 
     Raises:
-        PlanError: values are changed in place, or one that crosses has a size that the inputs do not tell.
+        PlanError: values are changed in place, or a size is read of a value that lies in another piece.
     """
     whole = Program._build(
         copy_graph(graph), program._root, program.signature, examples=program.examples, copy_tensors=False
@@ -83,7 +83,10 @@ def cut(program: Program, graph: fx.Graph, stages: Sequence[Mapping[str, str]]) 
             if node not in home.wanted.values():
                 home.wanted[names[node]] = node
     examples = _examples(whole, found)
-    return [_built(program, whole, stage, names, examples) for stage in found]
+    dims = _dims(whole, [n for n in whole.graph.nodes if n.op == "placeholder"])
+    for stage in found:
+        _name_sizes(stage, names, dims)
+    return [_built(program, whole, stage, names, examples, dims) for stage in found]
 
 
 def _bookkeeping(whole: Program) -> set[fx.Node]:
@@ -171,10 +174,16 @@ def _examples(whole: Program, found: list[_Stage]) -> list[dict[fx.Node, torch.T
     return made
 
 
-def _built(program: Program, whole: Program, stage: _Stage, names: dict[fx.Node, str], examples: list[dict]) -> Program:
+def _built(
+    program: Program,
+    whole: Program,
+    stage: _Stage,
+    names: dict[fx.Node, str],
+    examples: list[dict],
+    dims: dict[Any, str],
+) -> Program:
     placeholders = [n for n in whole.graph.nodes if n.op == "placeholder"]
     used = [i for i, n in enumerate(placeholders) if n in stage.inputs]
-    dims = _dims(whole, placeholders)
     inputs = [InputSpec(names[n], value(n).dtype, _shape(n, dims), None) for n in stage.carried]
     inputs += [whole.inputs[i] for i in used]
     signature = CallSignature(
@@ -219,13 +228,19 @@ def _shape(node: fx.Node, dims: dict[Any, str]) -> tuple[int | str, ...]:
     for size in value(node).shape:
         if isinstance(size, int):
             result.append(size)
-        elif size.node.expr in dims:
-            result.append(dims[size.node.expr])
         elif size.node.expr.is_Integer:
             result.append(int(size.node.expr))
         else:
-            raise PlanError(f"`{node.name}` crosses the cut, and no input has its size {size}", where=node.name)
+            result.append(dims[size.node.expr])
     return tuple(result)
+
+
+def _name_sizes(stage: _Stage, names: dict[fx.Node, str], dims: dict[Any, str]) -> None:
+    """Name the sizes of values that cross and that no input has: an encoder of speech makes one frame of many samples."""
+    for node in stage.carried:
+        for axis, size in enumerate(value(node).shape):
+            if isinstance(size, torch.SymInt) and not size.node.expr.is_Integer:
+                dims.setdefault(size.node.expr, f"{names[node].replace('.', '_')}_{axis}")
 
 
 def _arguments(signature: CallSignature, stage: _Stage, names: dict[fx.Node, str], used: list[int]) -> list[Argument]:

@@ -462,7 +462,7 @@ def _exported_shapes(
     """Dimension expressions of the flat inputs from torch.export's symbols, with readable names that are not taken."""
     user = _input_values(exported)
     symbols: dict[str, str] = {}
-    shapes = []
+    shapes, batch = [], None
     for name, value in zip(names, user, strict=True):
         dims: list[int | str] = []
         for axis, size in enumerate(value.shape):
@@ -470,13 +470,21 @@ def _exported_shapes(
                 dims.append(int(size))
                 continue
             symbol = str(size.node.expr)
+            if symbol not in symbols and axis == 0 and name.endswith("mask") and _hint(size) == batch:
+                symbols[symbol] = "batch"  # nothing in the graph ties its rows to the data's
             if symbol not in symbols:
                 symbols[symbol] = _dim_name(name, axis, value, taken | set(symbols.values()))
+                batch = _hint(size) if symbols[symbol] == "batch" else batch
             dims.append(symbols[symbol])
         shapes.append(tuple(dims))
     for mask in (n for n, fill in fills.items() if fill == "ones"):  # a mask has the shape of its tokens
         shapes[names.index(mask)] = shapes[names.index(mask.removesuffix("attention_mask") + "input_ids")]
     return shapes
+
+
+def _hint(size: torch.SymInt) -> int | None:
+    """The size in the example."""
+    return size.node.hint
 
 
 def _input_values(exported) -> list:

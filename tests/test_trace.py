@@ -319,3 +319,20 @@ def test_guards_that_change_nothing_are_no_limits():
     x = torch.randn(1, 3, 9, 70)
     with torch.no_grad():
         assert torch.equal(program(x), net(x))
+
+
+class Blanked(nn.Module):
+    """Sets samples to 0 by a mask, which ties the rows of neither to those of the other."""
+
+    def forward(self, waves: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        waves = waves.clone()
+        waves[attention_mask == 0] = 0
+        return waves * 2
+
+
+def test_a_mask_has_a_row_for_each_row_of_the_data():
+    waves, mask = torch.randn(2, 9), torch.ones(2, 9, dtype=torch.long)
+    program = trace(Blanked(), (waves, mask))
+    assert [i.shape[0] for i in program.inputs] == ["batch", "batch"]
+    with pytest.raises(UsageError):
+        program(waves, mask[:1])
