@@ -5,7 +5,9 @@ from .compact import Compact
 from .costs import Costs, exit_costs
 from .exits import Exits
 from .fit import Fit, fit
+from .hypotheses import error_rate, hypothesis_posterior, spelled
 from .runtime import Decoder, Generated, Step, sampler
+from .seq2seq import Decoded, EncoderExits
 from .skipping import Skipping
 from .speculate import Speculated, speculate
 from .split import split
@@ -15,7 +17,9 @@ __all__ = [
     "Calibration",
     "Compact",
     "Costs",
+    "Decoded",
     "Decoder",
+    "EncoderExits",
     "Exits",
     "Fit",
     "Generated",
@@ -24,12 +28,15 @@ __all__ = [
     "Step",
     "Trials",
     "calibrate",
+    "error_rate",
     "exit_costs",
     "fit",
+    "hypothesis_posterior",
     "measure",
     "sampler",
     "set_thresholds",
     "speculate",
+    "spelled",
     "split",
     "token_batches",
 ]

@@ -33,6 +33,8 @@ class Applied:
         streams: name of the plain stream at each exit; ``end``: at the end of the stack.
         scores, logits: names of what the exits find; ``scored``: of the logits that the scores read; ``answer``: of the
             model's own logits.
+        valid: name of what says which positions of a sequence count, None where all do or positions leave by themselves.
+        own_score: with ``rule=max``, name of the score of the model's own answer.
     """
 
     program: Program
@@ -48,6 +50,18 @@ class Applied:
     logits: list[str]
     scored: list[str]
     answer: str
+    valid: str | None = None
+    own_score: str | None = None
+
+    @property
+    def per(self) -> str:
+        """What leaves together: ``position`` or ``sequence``."""
+        return self.details[0].get("per", "position")
+
+    @property
+    def rule(self) -> str:
+        """``first`` or ``max``."""
+        return self.details[0].get("rule", "first")
 
     @property
     def entry(self) -> dict[str, Any]:
@@ -108,6 +122,7 @@ def applied(program: Program) -> Applied:
         logits,
         [tagged.get(f"{number}.{k}", name) for k, name in zip(places, logits, strict=True)],
         answer_of(plain, len(program.output_names), stack).name,
+        *(taps[n].name if (n := f"{prefix}.{kind}") in taps else None for kind in ("valid", "score")),
     )
 
 

@@ -57,6 +57,7 @@ def calibrate(
     confidence: float = 0.95,
     skip: int = 0,
     labels: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None,
+    blank: int | None = None,
 ) -> tuple[Program, Calibration]:
     """A new Program with thresholds for one target; the given one is not changed.
 
@@ -69,9 +70,13 @@ def calibrate(
             their place.
         skip: leading positions of each row that are left out.
         labels: of ``batches`` and of ``held_out``, to report accuracies.
+        blank: class of CTC's blank, where sequences leave as wholes: they agree where they are the same without repeats
+            and blanks.
+
+    Positions are sequences in all figures where the exits are ``per=sequence``.
 
     Raises:
-        UsageError: not one target, one that cannot be met, or no exits in select form.
+        UsageError: not one target, one that cannot be met, no exits in select form, or ``rule=max``.
     """
     targets = {k: v for k, v in {"budget": budget, "agreement": agreement, "risk": risk}.items() if v is not None}
     if len(targets) != 1:
@@ -80,9 +85,12 @@ def calibrate(
         if name in targets and not 0 < targets[name] < 1:
             raise UsageError(f"{name} is a share, not {targets[name]:g}", where=name, hint=f"0 < {name} < 1")
     exits = applied(program)
+    if exits.rule == "max":
+        raise UsageError("rule=max computes every exit and the model, so thresholds save nothing", where="calibrate",
+                         hint="rule=first, or measure(program).figures([-inf, ...])")  # fmt: skip
     mine, theirs = labels if labels is not None else (None, None)
-    seen = measure(exits, batches, skip=skip, labels=mine)
-    other = measure(exits, held_out, skip=skip, labels=theirs)
+    seen = measure(exits, batches, skip=skip, labels=mine, blank=blank)
+    other = measure(exits, held_out, skip=skip, labels=theirs, blank=blank)
     note = ""
     if budget is not None:
         thresholds = for_budget(seen, budget, method)

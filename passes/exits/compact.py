@@ -1,7 +1,7 @@
 """Batches whose rows leave: those that are sure go, and only the others go on, as a smaller batch.
 
 For encoders and classifiers, where a row is an input of its own. A row with several positions (one answer a token) goes on
-until the last of them has left. Each row gives what the select form gives, up to the rounding of other batch sizes.
+until the last of them has left; with ``per=sequence`` they leave together. Each row gives what the select form gives, up to the rounding of other batch sizes.
 
 Source: methods note on exits, section 7.
 """
@@ -14,6 +14,7 @@ import torch
 from hcx.rewrite.errors import UsageError
 from hcx.rewrite.program import Program
 
+from .exits import select
 from .segments import Named, Piece, Segments, without_cache
 
 BATCH = "batch"
@@ -24,7 +25,8 @@ class Rows:
     """Answers of a batch.
 
     Attributes:
-        logits: ``[batch, ..., classes]``; ``depth``: blocks that each answer took, ``[batch, ...]``.
+        logits: ``[batch, ..., classes]``; ``depth``: blocks that each answer took, ``[batch, ...]``,
+            of sequences ``[batch]``.
         rows: how many rows ran each segment.
     """
 
@@ -85,9 +87,9 @@ class Compact:
             if len(rows):
                 answers = self._answers(number, self._some(known, rows))
                 if logits is None:
-                    logits = answers.new_zeros(*left.shape, answers.shape[-1])
+                    logits = answers.new_zeros(len(left), *answers.shape[1:])
                 places, fired = alive[rows], fire[rows]
-                logits[places] = torch.where(fired[..., None], answers, logits[places])
+                logits[places] = select(fired, answers, logits[places])
                 depth[places] = torch.where(fired, k, depth[places])
                 left[places] |= fired
             stay = (~left[alive].reshape(len(alive), -1).all(1)).nonzero()[:, 0]

@@ -55,8 +55,12 @@ def exit_costs(program: Program | Applied, flat: list[torch.Tensor]) -> Costs:
     def total(names: list[str]) -> float:
         return sum(counted.get(name, 0) for name in _ancestors([nodes[n] for n in names])) / positions
 
+    plain = total([exits.answer])
+    if exits.own_score is not None:  # the surest of all: everything is computed, whichever it is
+        every = total([*exits.scores, *exits.logits, exits.own_score, exits.answer])
+        return Costs((every,) * (len(exits.places) + 1), plain)
     leave = [total([*exits.scores[: i + 1], exits.logits[i]]) for i in range(len(exits.places))]
-    return Costs((*leave, total([*exits.scores, exits.answer])), total([exits.answer]))
+    return Costs((*leave, total([*exits.scores, exits.answer])), plain)
 
 
 def _positions(exits: Applied, flat: list[torch.Tensor]) -> int:

@@ -25,7 +25,8 @@ from . import places
 from .heads import HEADS
 from .heads_copied import last_part, norm_parameters, restrictable
 from .inserted import NEVER, Inserted, answer_of, readout, stream_misfit
-from .scores import CHEAP, SCORES
+from .scores import CHEAP, FOR_SEQUENCES, FROM_LOGITS, SCORES
+from .sequences import RULES, averaged, find_valid, is_surest, surest
 
 
 def select(fire: torch.Tensor, early: torch.Tensor, late: torch.Tensor) -> torch.Tensor:
@@ -41,15 +42,20 @@ class Exits(Pass):
         at: numbers of blocks executed before each exit (indices into ``hidden_states``); default: two thirds and five
             sixths of the depth. In a loop ``14~1`` is after block 14 in pass 1, ``14`` in the last one.
         head: ``shared`` reads the stream with the model's own final norm and head; ``norm`` with a norm of its own;
-            ``affine`` translates it first; ``mlp`` and ``block`` first run a copy of the last block's MLP or of the
-            whole block; ``classifier`` pools it and has weights of its own; ``auto`` is shared where that fits, else
-            classifier.
-        score: ``max_prob``, ``margin`` or ``entropy`` of the exit's softmax; ``patience``: exits in a row with one
+            ``own`` with a norm and a head of its own, copies at the start; ``affine`` translates it first; ``mlp`` and ``block`` first run a copy of the last block's MLP or of the
+            whole block; ``classifier`` is linear with weights of its own, on the mean of the stream where the model gives
+            one answer a row, else at each position; ``auto`` is shared where that fits, else classifier.
+        score: ``max_prob``, ``margin``, ``entropy`` or ``posterior`` (the logarithm of max_prob) of the exit's softmax;
+            ``patience``: exits in a row with one
             answer; ``cosine`` of the stream with that of a block earlier; ``probe``: a linear probe of the stream;
             ``gate``: probability of having left, cumulated over linear gates; ``jei``: gate over features of the
             softmax. All but the softmax ones, ``patience`` and ``jei`` need no head where nothing leaves.
         threshold: leave where the score reaches it; None never leaves, which keeps the function bitwise.
         candidates: how many rows of the head the score reads; None reads all. The answer of an exit has all rows.
+        per: what leaves together: each ``position``, or a ``sequence``: a row with all its positions, by the mean of the
+            score over those that the call's mask keeps.
+        rule: leave at the ``first`` exit whose score reaches its threshold; ``max``: at the surest of those whose score
+            does, if it is at least as sure as the model's own answer, which is computed first.
         form: ``select`` computes everything and selects; ``cond`` runs the blocks and the head after an exit only while
             some position is still on the way, see :mod:`hcx.passes.exits.cond_form`.
         kv: what the cache gets of blocks after a position's exit; None: what they compute anyway. ``propagate``: keys
@@ -61,10 +67,14 @@ class Exits(Pass):
     rank: ClassVar[int | None] = 40
 
     at: tuple[int | str, ...] | None = None
-    head: Literal["auto", "shared", "norm", "affine", "mlp", "block", "classifier"] = "auto"
-    score: Literal["max_prob", "margin", "entropy", "cosine", "patience", "probe", "gate", "jei"] = "max_prob"
+    head: Literal["auto", "shared", "norm", "own", "affine", "mlp", "block", "classifier"] = "auto"
+    score: Literal["max_prob", "margin", "entropy", "posterior", "cosine", "patience", "probe", "gate", "jei"] = (
+        "max_prob"
+    )
     threshold: float | None = None
     candidates: int | None = None
+    per: Literal["position", "sequence"] = "position"
+    rule: Literal["first", "max"] = "first"
     form: Literal["select", "cond"] = "select"
     kv: Literal["propagate"] | None = None
     stack: str | None = None
@@ -77,6 +87,22 @@ class Exits(Pass):
                              hint="e.g. candidates=1024; left out: all rows")  # fmt: skip
         if self.kv is not None and self.form == "select":
             raise UsageError(f"exits{{kv={self.kv}}}: select computes every block", where="kv", hint="form=cond")
+        if self.per == "sequence" and self.score not in FOR_SEQUENCES:
+            raise UsageError(
+                f"exits{{score={self.score},per=sequence}}: the score cannot be averaged over positions",
+                where="score",
+                hint="one of " + ", ".join(FOR_SEQUENCES),
+            )
+        if self.rule == "max" and (self.score not in FROM_LOGITS or self.candidates is not None):
+            raise UsageError(
+                "exits{rule=max} compares with the model's own answer, which has scores of logits alone",
+                where="rule",
+                hint="score is one of " + ", ".join(FROM_LOGITS) + ", without candidates",
+            )
+        if self.rule == "max" and self.form == "cond":
+            raise UsageError(
+                "exits{rule=max} needs every exit and the model: nothing is skipped", where="rule", hint="form=select"
+            )
         by_pass = [place for place in self.at or () if places.parsed(place)[1] is not None]
         if by_pass and self.form == "cond":
             raise UsageError(
@@ -112,12 +138,15 @@ class Exits(Pass):
         found = {places.position(stack, k): k for k in reversed(wanted)}
         ordered = [found[i] for i in sorted(found)]
         head = self._head(program, stack, ordered, plan)
-        misfit = self._misfit(program, stack, head)
+        misfit = self._misfit(program, stack, head) or self._rows_misfit(program, stack)
         if misfit is not None:
             plan.skips.append(Skip(stack.label, Reason.HEAD_SHAPE, misfit))
             return plan
         for k in ordered:
             node = places.boundary(stack, k).node
+            if head == "classifier" and (wrong := _each_misfit(stack, k, shape(_answer(program, stack)))):
+                plan.skips.append(Skip(f"{stack.label}@{k}", Reason.HEAD_SHAPE, wrong))
+                continue
             if head != "classifier" and not self._fits(stack, node):
                 plan.skips.append(
                     Skip(
@@ -135,6 +164,10 @@ class Exits(Pass):
             detail = {"stack": stack.label, "at": k, "head": head, "score": self.score, "threshold": self.threshold}
             if self.candidates is not None:
                 detail["candidates"] = self.candidates
+            if self.per != "position":
+                detail["per"] = self.per
+            if self.rule != "first":
+                detail["rule"] = self.rule
             plan.sites.append(Site(f"{stack.label}@{k}", "exit", detail))
         self._check_form(program, stack, plan)
         width = value(stack.boundaries[-1].node).shape[-1]
@@ -161,9 +194,23 @@ class Exits(Pass):
         nodes = readout(program, end.node, answer := _answer(program, stack))
         if head == "norm" and norm_parameters(program, nodes) is None:
             return "the model's readout has no norm with weights between the stream and its head"
+        if head == "own" and not any(n.op == "get_attr" for node in nodes for n in node.all_input_nodes):
+            return "the model's readout has no weights that an exit could have of its own"
         if self.candidates is None:
             return None
         return restrictable(program, nodes, int(value(answer).shape[-1]), self.candidates)
+
+    def _rows_misfit(self, program: Program, stack: Stack) -> str | None:
+        """Why a sequence cannot leave as a whole in this model, or None."""
+        if self.per != "sequence":
+            return None
+        if program.signature.has_cache:
+            return "a sequence leaves as a whole, and a step with a cache sees its new tokens alone: trace with cache=False"
+        answer = _answer(program, stack)
+        if shape(answer)[0] not in _batches(program):
+            return f"the answer {_text(answer)} does not start with the batch, so it is not known what a row is"
+        found = find_valid(program, answer)
+        return found if isinstance(found, str) else None
 
     def _check_form(self, program: Program, stack: Stack, plan: PassPlan) -> None:
         from . import cond_form
@@ -198,10 +245,14 @@ class Exits(Pass):
             return
         stack = find(program).stack(plan.sites[0].detail["stack"])  # once: heads look like blocks
         logits = _answer(program, stack)
+        first = plan.sites[0].detail
+        valid = find_valid(program, logits) if first.get("per") == "sequence" else None
         exits: list[Inserted] = []
         for site in plan.sites:
             earlier = exits[-1] if exits else None
-            exits.append(Inserted(editor, program, stack, logits, site.detail, earlier, len(plan.sites)))
+            exits.append(Inserted(editor, program, stack, logits, site.detail, earlier, len(plan.sites), valid))
+        if first.get("rule") == "max":
+            self._compare(editor, exits, logits)
         if self.form == "cond":
             from . import cond_form
 
@@ -209,7 +260,7 @@ class Exits(Pass):
             cond_form.insert(program, stack, editor, exits, logits, readers, hold=self.kv == "propagate",
                              tap=lambda depth: self._add_taps(editor, exits, depth))  # fmt: skip
             return
-        if _selects_answer(stack, logits, plan.sites[0].detail["head"]):
+        if first.get("rule") == "max" or _selects_answer(stack, logits, first["head"]):
             answer = logits
             candidates = [e.logits for e in exits]
         else:
@@ -225,12 +276,30 @@ class Exits(Pass):
         editor.redirect(answer, chosen, only=readers.__contains__)
         self._add_taps(editor, exits, depth)
 
+    def _compare(self, editor: Editor, exits: list[Inserted], answer: fx.Node) -> None:
+        """Let the surest of the exits win that may be left at; tap what it was up against."""
+        prefix, detail = self._prefix(editor), exits[-1].detail
+        with editor.after(max(answer, exits[-1].fire), role="head"):
+            end = editor.inline(FROM_LOGITS[detail["score"]], answer)
+            if detail.get("per") == "sequence":
+                end = editor.inline(averaged, end, *([exits[-1].valid] if exits[-1].valid is not None else []))
+            best = editor.inline(surest, end, *(n for e in exits for n in (e.score, e.fire)))
+            for entry in exits:
+                editor.tap(f"{prefix}.{entry.at}.fires", entry.fire)
+                entry.fire = editor.inline(is_surest, entry.fire, entry.score, best)
+        editor.tap(f"{prefix}.score", end)
+
+    def _prefix(self, editor: Editor) -> str:
+        return self.name if editor.number == 0 else f"{self.name}_{editor.number}"
+
     def _add_taps(self, editor: Editor, exits: list, depth: fx.Node) -> None:
-        prefix = self.name if editor.number == 0 else f"{self.name}_{editor.number}"
+        prefix = self._prefix(editor)
         for entry in exits:
             editor.tap(f"{prefix}.{entry.at}.logits", entry.logits)
             editor.tap(f"{prefix}.{entry.at}.score", entry.score)
         editor.tap(f"{prefix}.depth", depth)
+        if exits[-1].valid is not None:
+            editor.tap(f"{prefix}.valid", exits[-1].valid)
 
     def misfit(self, program: Program, detail: dict) -> str | None:
         """An edited place, head, score or threshold that there is none of."""
@@ -245,6 +314,8 @@ class Exits(Pass):
             return f"`head` is {detail.get('head')!r}, must be one of {', '.join(HEADS)}"
         if detail.get("score") not in SCORES:
             return f"`score` is {detail.get('score')!r}, must be one of {', '.join(SCORES)}"
+        if detail.get("per", "position") not in ("position", "sequence") or detail.get("rule", "first") not in RULES:
+            return f"`per` is {detail.get('per')!r} and `rule` {detail.get('rule')!r}"
         if not isinstance(detail.get("threshold"), int | float | None):
             return f"`threshold` is {detail.get('threshold')!r}, must be a number or null"
         return None
@@ -271,7 +342,7 @@ class Exits(Pass):
         """Thresholds change sides: every position leaves, or none where all did."""
         if not name.endswith("threshold"):
             return super().perturbed(name, tensor)
-        return torch.where(tensor < 0, torch.full_like(tensor, NEVER), torch.full_like(tensor, -1.0))
+        return torch.where(tensor < 0, torch.full_like(tensor, NEVER), torch.full_like(tensor, -NEVER))
 
 
 def _answer(program: Program, stack: Stack) -> fx.Node | None:
@@ -284,11 +355,25 @@ def _misfit(program: Program, stack: Stack, head: str) -> str | None:
     if answer is None:
         return "no output can be read as logits: floating, two or more dimensions, two or more classes in the last one"
     scores = shape(answer)[:-1]
-    if head == "classifier":
-        return (
-            f"a pooled classifier gives one answer a row, the model gives {_text(answer)}" if len(scores) != 1 else None
-        )
+    if head == "classifier" and len(scores) > 2:
+        return f"a classifier gives one answer a row or a position, the model gives {_text(answer)}"
     return None
+
+
+def _each_misfit(stack: Stack, place: places.Place, answer: tuple[str, ...]) -> str | None:
+    """Why a classifier at each position of the stream does not answer at each one of the model's answer, or None."""
+    stream = _stream_shape(places.boundary(stack, place))
+    if len(answer) == 2 or (len(stream) == 3 and stream[:-1] == answer[:-1]):
+        return None
+    return f"the stream is {list(stream)} here, the answer {list(answer)}: their positions differ".replace("'", "")
+
+
+def _batches(program: Program) -> set[str]:
+    """Sizes of this graph that are the number of rows of a call."""
+    nodes = [n for n in program.graph.nodes if n.op == "placeholder"]
+    return {
+        shape(n)[0] for n, spec in zip(nodes, program.inputs, strict=True) if spec.shape[:1] == ("batch",) and shape(n)
+    }
 
 
 def _stream_shape(boundary: Boundary) -> tuple[str, ...]:
@@ -301,7 +386,7 @@ def _selects_answer(stack: Stack, answer: fx.Node, head: str) -> bool:
     own have no way on through the model, and a stream in another order than its answer (time first, several rows a
     token) has no row for each score."""
     rows, scores = _stream_shape(stack.boundaries[-1]), shape(answer)[:-1]
-    return head in ("classifier", "norm") or rows[: len(scores)] != scores
+    return head in ("classifier", "norm", "own") or rows[: len(scores)] != scores
 
 
 def default_places(depth: int) -> tuple[int, ...]:

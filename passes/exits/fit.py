@@ -17,6 +17,7 @@ from hcx.rewrite.program import Program
 from . import gates
 from .applied import Applied, applied, with_values
 from .heads import pooled
+from .hypotheses import IGNORE
 from .ridge import Ridge, logistic, softmax_regression
 from .trials import Batches, Trials, kept, measure
 
@@ -71,9 +72,13 @@ def fit(
         labels: truth for each call; classifiers are fitted to it instead, and gates to being right.
 
     Raises:
-        UsageError: nothing to fit, too few calls, or no exits in select form.
+        UsageError: nothing to fit, too few calls, no exits in select form, or labels of sequences, which do not say what
+            each position is.
     """
     exits = applied(program)
+    if labels is not None and exits.per == "sequence":
+        raise UsageError("labels of sequences do not say what each position is", where="labels",
+                         hint="fit to the model's own answers, or train with hcx.passes.exits.losses.ctc")  # fmt: skip
     kinds = {d["head"] for d in exits.details}
     score, candidates = exits.details[0]["score"], exits.details[0].get("candidates")
     notes = [f"head={h} is trained through its taps, not here" for h in sorted(kinds & {"norm", "mlp", "block"})]
@@ -133,30 +138,43 @@ def _heads(
     if not affine and not pooling:
         return {}, 0
     stream = dict(zip(exits.places, exits.streams, strict=True))
-    read = reader(exits.program, exits.graph, [*(stream[k] for k in (*affine, *pooling)), exits.end, exits.answer])
+    names = [*(stream[k] for k in (*affine, *pooling)), exits.end, exits.answer]
+    valid = [exits.valid] if exits.valid is not None else []
+    read = reader(exits.program, exits.graph, [*valid, *names])
     sums: dict[int, Ridge] = {}
     seen: dict[int, list[torch.Tensor]] = {k: [] for k in pooling}
     answers: list[torch.Tensor] = []
     positions, classes = 0, 0
     for number, flat in enumerate(batches):
-        *values, end, answer = read(exits.program.signature.complete(flat))
-        classes = answer.shape[-1]
+        found = read(exits.program.signature.complete(flat))
+        keep, (*values, end, answer) = found[0] if valid else None, found[len(valid) :]
+        classes, each = answer.shape[-1], answer.dim() > 2
+
+        def rows(value: torch.Tensor, keep: torch.Tensor | None = keep) -> torch.Tensor:
+            """Positions that count, ``[n, d]``."""
+            if keep is not None and value.shape[: keep.dim()] == keep.shape:
+                return value[keep]
+            return kept(value, skip).flatten(0, -2)
+
         for k, value in zip(affine, values, strict=False):
-            x, y = (kept(v, skip).flatten(0, -2) for v in (value, end))
+            x, y = rows(value), rows(end)
             sums.setdefault(k, Ridge(x.shape[-1])).add(x, y)
             positions = sums[k].count
         for k, value in zip(pooling, values[len(affine) :], strict=True):
-            seen[k].append(pooled(value))
+            seen[k].append(rows(value) if each else pooled(value))
         if pooling:
-            answers.append(labels[number] if labels is not None else answer.argmax(-1))
+            truth = labels[number][..., None] if labels is not None else answer.argmax(-1, keepdim=True)
+            answers.append(rows(truth)[:, 0] if each else truth[:, 0])
             positions = sum(len(a) for a in answers)
-    found = {}
+    fitted = {}
+    told = torch.cat(answers) if pooling else torch.zeros(0)
     for k in (*affine, *pooling):
+        counts = told != IGNORE
         weight, bias = (
-            sums[k].solve(ridge) if k in sums else softmax_regression(torch.cat(seen[k]), torch.cat(answers), classes)
+            sums[k].solve(ridge) if k in sums else softmax_regression(torch.cat(seen[k])[counts], told[counts], classes)
         )
-        found[exits.tensor(k, "weight")], found[exits.tensor(k, "bias")] = weight, bias
-    return found, positions
+        fitted[exits.tensor(k, "weight")], fitted[exits.tensor(k, "bias")] = weight, bias
+    return fitted, positions
 
 
 def _gates(exits: Applied, trials: Trials, batches: Batches, score: str, skip: int) -> dict[str, torch.Tensor]:

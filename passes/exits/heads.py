@@ -11,7 +11,7 @@ from hcx.rewrite.dataflow import value
 from hcx.rewrite.editor import Editor
 from torch import fx
 
-HEADS = ("shared", "norm", "affine", "mlp", "block", "classifier")
+HEADS = ("shared", "norm", "own", "affine", "mlp", "block", "classifier")
 
 
 def translate(stream: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -29,6 +29,11 @@ def classify(stream: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> 
     return F.linear(pooled(stream), weight, bias)
 
 
+def classify_each(stream: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """A linear classifier at each position: ``[B, S, C]`` to ``[B, S, classes]``, as CTC reads an encoder."""
+    return F.linear(stream, weight, bias)
+
+
 def features(node: fx.Node) -> int:
     """Feature width of a stream: dimension 1 of images, the last one otherwise."""
     val = value(node)
@@ -43,9 +48,13 @@ def affine_view(editor: Editor, site: str, stream: fx.Node) -> fx.Node:
     return editor.inline(translate, stream, weight, bias)
 
 
-def classifier(editor: Editor, site: str, stream: fx.Node, classes: int) -> fx.Node:
-    """Insert a classifier that starts undecided (all logits equal); trained through its tap."""
+def classifier(editor: Editor, site: str, stream: fx.Node, classes: int, *, each: bool = False) -> fx.Node:
+    """Insert a classifier that starts undecided (all logits equal); trained through its tap.
+
+    Args:
+        each: one answer a position, else one a row.
+    """
     width, val = features(stream), value(stream)
     weight = editor.parameter(f"{site}.weight", torch.zeros(classes, width, dtype=val.dtype, device=val.device))
     bias = editor.parameter(f"{site}.bias", torch.zeros(classes, dtype=val.dtype, device=val.device))
-    return editor.inline(classify, stream, weight, bias)
+    return editor.inline(classify_each if each else classify, stream, weight, bias)

@@ -11,7 +11,7 @@ from hcx.rewrite.program import Program
 from hcx.rewrite.sites import Stack
 from torch import fx
 
-from . import gates, places
+from . import gates, places, sequences
 from .heads import affine_view, classifier, features, pooled
 from .heads_copied import copied_view, last_part, norm_parameters, own_copies, restricted_readout
 from .scores import CHAINED, FROM_LOGITS, cosine, patience, patience_start
@@ -28,11 +28,13 @@ class Inserted:
     """Head, score and decision of one exit.
 
     Attributes:
+        detail: what the plan says about it.
         at: blocks executed before it, and the pass of a loop where one was asked for; see :mod:`.places`.
         view: what the model's own readout would read here.
         logits: the exit's own answer.
         scored: the logits that the score reads: all rows of the head, or the candidates.
-        score, fire: a figure and a decision for each position of the answer.
+        score, fire: a figure and a decision for each position of the answer, or for each row of it.
+        valid: which positions count in the score of a row, None where all do.
     """
 
     def __init__(
@@ -44,7 +46,9 @@ class Inserted:
         detail: dict,
         earlier: Inserted | None,
         count: int,
+        valid: tuple[fx.Node, bool] | None = None,
     ):
+        self.detail = detail
         self.at, self.site = detail["at"], str(detail["at"])
         self.editor, self.earlier, self.count = editor, earlier, count
         stream = places.boundary(stack, self.at).read(editor)
@@ -53,7 +57,9 @@ class Inserted:
         if detail["score"] == "cosine":
             before = stack.boundaries[places.position(stack, self.at) - 1].read(editor)
         builds_on = earlier is not None and (detail["score"] in CHAINED or "candidates" in detail)
-        place = max([stream, end, answer, *([earlier.fire] if builds_on else [])])
+        self.valid = earlier.valid if earlier is not None else None
+        mask = [valid[0]] if valid is not None else []
+        place = max([stream, end, answer, *mask, *([earlier.fire] if builds_on or self.valid is not None else [])])
         with editor.after(place, role="head", site=f"{stack.label}@{self.at}"):
             self._predict(program, stack, stream, end, answer, detail)
             threshold = NEVER if detail["threshold"] is None else detail["threshold"]
@@ -61,7 +67,19 @@ class Inserted:
                 f"{self.site}.threshold", torch.full((1,), threshold, dtype=torch.float32, device=value(stream).device)
             )
             self.score = self._scored(detail["score"], stream, before, value(answer).dim() - 1)
+            if detail.get("per") == "sequence":
+                self._average(valid)
             self.fire = editor.inline(fires, self.score, limit)
+
+    def _average(self, valid: tuple[fx.Node, bool] | None) -> None:
+        """One score a row; the exits share what says which positions count."""
+        if valid is None:
+            self.score = self.editor.inline(sequences.averaged, self.score)
+            return
+        if self.valid is None:
+            keep = sequences.dropped_rows if valid[1] else sequences.kept_rows
+            self.valid = self.editor.inline(keep, valid[0], self.score)
+        self.score = self.editor.inline(sequences.averaged, self.score, self.valid)
 
     def _predict(
         self, program: Program, stack: Stack, stream: fx.Node, end: fx.Node, answer: fx.Node, detail: dict
@@ -69,7 +87,8 @@ class Inserted:
         editor, head = self.editor, detail["head"]
         self.view = stream
         if head == "classifier":
-            self.logits = self.scored = classifier(editor, self.site, stream, int(value(answer).shape[-1]))
+            each = value(answer).dim() > 2
+            self.logits = self.scored = classifier(editor, self.site, stream, int(value(answer).shape[-1]), each=each)
             return
         if head == "affine":
             self.view = affine_view(editor, self.site, stream)
@@ -80,6 +99,8 @@ class Inserted:
         mapping |= {n: self.view for n in program.graph.nodes if is_selection(n) and never(n) is end}
         if head == "norm":
             mapping |= own_copies(editor, program, self.site, nodes, norm_parameters(program, nodes))
+        if head == "own":
+            mapping |= own_copies(editor, program, self.site, nodes, lambda t: True)
         if count := detail.get("candidates"):
             self.scored = restricted_readout(editor, program, nodes, mapping, count)
             self.scored.meta["custom"]["hcx"]["scored"] = f"{editor.number}.{self.at}"

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
-IGNORE = -100
-"""Label of a position that does not count."""
+from .hypotheses import IGNORE
 
 
 def taps_of(taps: dict[str, torch.Tensor], kind: str = "logits", number: int = 0) -> list[torch.Tensor]:
@@ -122,6 +121,43 @@ def layer_skip(
     """LayerSkip: cross entropies under :func:`layer_skip_weights`; the last reading is the model's own."""
     w = torch.tensor(layer_skip_weights(places, depth, scale, enabled), device=readings[0].device)
     return (w * cross_entropies(readings, labels).mean(1)).sum()
+
+
+# ---- sequences
+
+
+def ctc(
+    readings: Sequence[torch.Tensor],
+    targets: torch.Tensor,
+    frames: torch.Tensor | None = None,
+    *,
+    blank: int = 0,
+    weights: Sequence[float] | None = None,
+    reduction: str = "mean",
+    zero_infinity: bool = False,
+) -> torch.Tensor:
+    """``sum w_k CTC_k``, all weights 1 as exits of speech encoders are trained.
+
+    Args:
+        readings: exits, and last the model's own where it is trained too, ``[B, T, C]``.
+        targets: ``[B, labels]``, filled up with ``IGNORE`` (any negative number) at the end of a row.
+        frames: how many of the T count in each row, ``[B]``, from the start: of the tap ``exits.valid`` its sum over a
+            row. None counts all.
+        weights: one a reading.
+        reduction: ``mean`` divides each row by its labels, ``sum`` adds rows; as in ``torch.nn.functional.ctc_loss``.
+        zero_infinity: a row with too few frames for its labels gives 0.
+    """
+    counts = targets >= 0
+    lengths, flat = counts.sum(1), targets[counts]
+    weights = [1.0] * len(readings) if weights is None else weights
+    total = readings[0].new_zeros((), dtype=torch.float32)
+    for reading, weight in zip(readings, weights, strict=True):
+        log_p = reading.float().log_softmax(-1).transpose(0, 1)
+        steps = torch.full_like(lengths, len(log_p)) if frames is None else frames
+        total = total + weight * F.ctc_loss(
+            log_p, flat, steps, lengths, blank=blank, reduction=reduction, zero_infinity=zero_infinity
+        )
+    return total
 
 
 # ---- from the model to its exits

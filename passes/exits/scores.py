@@ -1,7 +1,7 @@
-"""How sure an exit is: one figure a position; larger is surer.
+"""How sure an exit is: one figure a position; larger is surer. Of whole sequences: see :mod:`.sequences`.
 
 Source: methods note on exits, section 3.3. Shares and probabilities lie in [0, 1], and float32 rounding can reach exactly
-1, so "never" is a threshold of infinity, not of 1.
+1 (0 for their logarithm), so "never" is a threshold of infinity, not of 1.
 """
 
 from __future__ import annotations
@@ -41,6 +41,17 @@ def entropy(logits: torch.Tensor) -> torch.Tensor:
     return 1 + (log_p.exp() * log_p).sum(-1) / math.log(logits.shape[-1])
 
 
+def posterior(logits: torch.Tensor) -> torch.Tensor:
+    """Logarithm of the largest softmax probability, ``[..., C] -> [...]``, in float32.
+
+    Averaged over the frames of a sentence it is the mean log posterior of its best path.
+
+    >>> posterior(torch.tensor([[0.0, 0.0]]))
+    tensor([-0.6931])
+    """
+    return logits.float().log_softmax(-1).amax(-1)
+
+
 def cosine(before: torch.Tensor, stream: torch.Tensor) -> torch.Tensor:
     """Cosine of the stream with what it was a block earlier, ``[..., d] -> [...]``, in float32 (CALM's "state")."""
     return F.cosine_similarity(before.float(), stream.float(), -1)
@@ -60,7 +71,7 @@ def patience(previous_logits: torch.Tensor, logits: torch.Tensor, count: torch.T
     return torch.where(previous_logits.argmax(-1) == logits.argmax(-1), count + 1, torch.zeros_like(count))
 
 
-FROM_LOGITS = {"max_prob": max_prob, "margin": margin, "entropy": entropy}
+FROM_LOGITS = {"max_prob": max_prob, "margin": margin, "entropy": entropy, "posterior": posterior}
 """Scores that read the exit's own logits and nothing else."""
 
 SCORES = (*FROM_LOGITS, "cosine", "patience", "probe", "gate", "jei")
@@ -68,6 +79,9 @@ SCORES = (*FROM_LOGITS, "cosine", "patience", "probe", "gate", "jei")
 
 CHEAP = ("cosine", "probe", "gate")
 """Scores that read the stream only, so that no head runs where nothing leaves."""
+
+FOR_SEQUENCES = (*FROM_LOGITS, "cosine")
+"""Scores that can be averaged over the positions of a row."""
 
 CHAINED = ("patience", "gate", "jei")
 """Scores that also read what the exit before them found."""

@@ -17,6 +17,7 @@ from hcx.rewrite.program import Program
 from hcx.rewrite.signature import CACHE, InputSpec
 from torch import fx
 
+from .applied import applied
 from .split import Layout, layout_of
 
 Named = dict[str, torch.Tensor]
@@ -87,6 +88,9 @@ class Segments:
         layout = layout_of(program)
         if missing := [k for k in layout.places if k not in layout.heads]:
             raise UsageError(f"there is no exit after {missing[0]} blocks", where=program.signature.model)
+        if applied(program).rule == "max":
+            raise UsageError("rule=max needs every exit and the model before it decides: there is nothing to skip",
+                             where=program.signature.model, hint="exits{rule=first}")  # fmt: skip
         self.places, self.depth = layout.places, layout.depth
         self.answer, self.tokens = layout.answer[1], program.signature.tokens
         self._thresholds = [layout.thresholds[k] for k in self.places]

@@ -44,6 +44,11 @@ class Skipping(Pass):
             plan.skips.append(Skip("model", Reason.NO_READOUT, "there are no exits; rewrite with `exits` first"))
             return plan
         exits = applied(program)
+        if exits.rule == "max":
+            plan.skips.append(
+                Skip("model", Reason.UNSUPPORTED, "rule=max needs every exit and the model: nothing is skipped")
+            )
+            return plan
         bare, stack = _bare(program, exits)
         answer = answer_of(bare.graph, len(bare.output_names), stack)
         refused = cond_form.refusal(bare, stack, answer, exits.places, self.kv)

@@ -1,4 +1,5 @@
-"""What exits say on real inputs, position by position, beside what the model says when nothing leaves."""
+"""What exits say on real inputs, position by position or sequence by sequence, beside what the model says when nothing
+leaves."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from hcx.rewrite.program import Program, copy_graph
 
 from .applied import Applied, applied
 from .costs import Costs
+from .hypotheses import IGNORE, spelled
 from .places import Place
+from .sequences import choose
 
 Batches = Sequence[list[torch.Tensor]]
 """Flat inputs, one list a call."""
@@ -24,14 +27,18 @@ LEAST_SHARE = 0.05
 
 @dataclass
 class Trials:
-    """Scores and answers of K exits over N positions.
+    """Scores and answers of K exits over N positions, or over N sequences where these leave as wholes.
 
     Attributes:
         places: blocks before each exit; ``depth``: blocks of the model.
         scores: ``[K, N]``.
-        answers: most likely class at each exit and, last, of the model, ``[K + 1, N]``.
+        answers: most likely class at each exit and, last, of the model, ``[K + 1, N]``; of sequences a number for
+            each different hypothesis.
         labels: ``[N]`` where the truth is known.
         before: blocks executed before each exit, where ``places`` name passes of a loop.
+        rule: which of the exits that are sure enough is taken, see :func:`.sequences.choose`.
+        own: with ``max`` the model's own score, ``[N]``.
+        hypotheses: of sequences, what each number in ``answers`` and ``labels`` stands for.
     """
 
     places: list[Place]
@@ -40,6 +47,9 @@ class Trials:
     answers: torch.Tensor
     labels: torch.Tensor | None = None
     before: list[int] | None = None
+    rule: str = "first"
+    own: torch.Tensor | None = None
+    hypotheses: list[tuple[int, ...]] | None = None
 
     @property
     def agrees(self) -> torch.Tensor:
@@ -53,9 +63,7 @@ class Trials:
 
     def leave(self, thresholds: Sequence[float]) -> torch.Tensor:
         """Number of the exit that each position takes, ``[N]``; K where it never leaves."""
-        limits = torch.tensor(list(thresholds), dtype=self.scores.dtype)
-        fires = torch.cat([self.scores >= limits[:, None], torch.ones_like(self.scores[:1], dtype=torch.bool)])
-        return fires.int().argmax(0)
+        return choose(self.scores, thresholds, self.rule, self.own)
 
     def figures(self, thresholds: Sequence[float], costs: Costs | None = None) -> dict[str, Any]:
         """What these thresholds lead to: shares, mean depth, agreement, accuracy, net operations."""
@@ -79,23 +87,32 @@ class Trials:
     def part(self, start: int, end: int) -> Trials:
         """Some of the positions."""
         labels = self.labels[start:end] if self.labels is not None else None
+        own = self.own[start:end] if self.own is not None else None
         return Trials(
-            self.places, self.depth, self.scores[:, start:end], self.answers[:, start:end], labels, self.before
-        )
+            self.places, self.depth, self.scores[:, start:end], self.answers[:, start:end], labels, self.before,
+            self.rule, own, self.hypotheses,
+        )  # fmt: skip
 
     def __len__(self) -> int:
         return self.scores.shape[1]
 
 
 def measure(
-    program: Program | Applied, batches: Batches, *, skip: int = 0, labels: Iterable[torch.Tensor] | None = None
+    program: Program | Applied,
+    batches: Batches,
+    *,
+    skip: int = 0,
+    labels: Iterable[torch.Tensor] | None = None,
+    blank: int | None = None,
 ) -> Trials:
     """Run a Program with exits in select form as if none ever fired.
 
     Args:
         skip: leading positions of each row to leave out: a decoder's first token says little, and nothing fair can be
-            said of it.
-        labels: the truth for each call, of the shape of the answer without its classes.
+            said of it. Sequences are taken as they are.
+        labels: the truth for each call, of the shape of the answer without its classes; of sequences ``[B, labels]``,
+            filled up with -100.
+        blank: of CTC: sequences are the same where they are without repeats and blanks.
 
     Raises:
         UsageError: no exits in select form, or nothing to run on.
@@ -107,16 +124,33 @@ def measure(
     with graph.inserting_before(graph.output_node()):
         for name in (*exits.logits, exits.answer):
             names.append(graph.call_function(torch.ops.aten.argmax.default, (nodes[name], -1)).name)
-    read = reader(exits.program, graph, [*exits.scores, *names])
-    count, scores, answers = len(exits.places), [], []
+    whole = exits.per == "sequence"
+    own, valid = ([n] if n is not None else [] for n in (exits.own_score, exits.valid))
+    read = reader(exits.program, graph, [*exits.scores, *own, *names, *valid])
+    count, scores, answers = len(exits.places) + len(own), [], []
+    numbers: dict[tuple[int, ...], int] = {}  # of different hypotheses
+
+    def numbered(classes: torch.Tensor, keep: torch.Tensor | None, blank: int | None = None) -> torch.Tensor:
+        return torch.tensor([numbers.setdefault(s, len(numbers)) for s in spelled(classes, keep, blank)])
+
     for flat in batches:
-        values = [kept(v, skip).reshape(-1) for v in read(exits.program.signature.complete(flat))]
-        scores.append(torch.stack(values[:count]).float())
-        answers.append(torch.stack(values[count:]))
+        values = read(exits.program.signature.complete(flat))
+        said, keep = values[count : count + len(names)], values[-1] if valid else None
+        if whole:
+            said = [numbered(v, keep, blank) for v in said]
+        figures = [kept(v, skip).reshape(-1) for v in (*values[:count], *said)]
+        scores.append(torch.stack(figures[:count]).float())
+        answers.append(torch.stack(figures[count:]))
     if not scores:
         raise UsageError("there is nothing to measure on", where="batches", hint="give at least one call's inputs")
-    truth = None if labels is None else torch.cat([kept(t, skip).reshape(-1) for t in labels])
-    return Trials(exits.places, exits.depth, torch.cat(scores, 1), torch.cat(answers, 1), truth, exits.before)
+    truth = None
+    if labels is not None:
+        truth = torch.cat([numbered(t, t != IGNORE) if whole else kept(t, skip).reshape(-1) for t in labels])
+    every = torch.cat(scores, 1)
+    return Trials(
+        exits.places, exits.depth, every[: len(exits.places)], torch.cat(answers, 1), truth, exits.before,
+        exits.rule, every[-1] if own else None, list(numbers) if whole else None,
+    )  # fmt: skip
 
 
 def kept(value: torch.Tensor, skip: int) -> torch.Tensor:

@@ -1,0 +1,277 @@
+"""Exits of an encoder that a decoder reads: the decoder is run on what the encoder holds after some blocks, and a row
+keeps the hypothesis of the first exit that is sure of it, or of the surest one.
+
+How sure an exit is of a sentence is the mean log posterior of the tokens that the decoder chose, its end included.
+
+Source: methods note on exits, sections 3.1 and 3.3 (attention encoder-decoders for speech).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from hcx.rewrite.dataflow import Dataflow, value
+from hcx.rewrite.errors import UsageError
+from hcx.rewrite.finder import cache_nodes, find_in_graph
+from hcx.rewrite.flops import counter
+from hcx.rewrite.pieces import cut, is_size
+from hcx.rewrite.program import Program
+from torch import fx
+
+from .applied import NAME, Applied, applied, never_leaving, without_taps
+from .inserted import NEVER, answer_of
+from .sequences import RULES, choose
+
+Named = dict[str, torch.Tensor]
+END = "stream.end"
+
+
+@dataclass
+class Attempt:
+    """What the decoder says from one exit.
+
+    Attributes:
+        at: blocks of the encoder; rows: which rows of the call it was asked for.
+        tokens: of each row, without the prompt, up to and with the one that ends it.
+        confidence: mean log posterior of these, ``[rows]``.
+        flops: of the decoder and of what it reads from the encoder's stream, for these rows.
+    """
+
+    at: int
+    rows: list[int]
+    tokens: list[list[int]]
+    confidence: torch.Tensor
+    flops: int
+
+
+@dataclass
+class Decoded:
+    """Hypotheses of a batch.
+
+    Attributes:
+        tokens, confidence, depth: of each row, from the exit that was taken; depth in blocks of the encoder.
+        attempts: every exit that was tried, in order.
+        encoder_flops: operations of the encoder's blocks that ran, and of what lies before them.
+        flops: all operations, decoders of all attempts included.
+    """
+
+    tokens: list[list[int]]
+    confidence: torch.Tensor
+    depth: torch.Tensor
+    attempts: list[Attempt] = field(default_factory=list)
+    encoder_flops: int = 0
+
+    @property
+    def flops(self) -> int:
+        return self.encoder_flops + sum(a.flops for a in self.attempts)
+
+
+class EncoderExits:
+    """Decodes greedily from exits of an encoder.
+
+    The Program is cut into the encoder's blocks between exits, what the decoder reads of a stream (the encoder's final
+    norm and the keys and values of cross-attention, computed once an attempt), and the decoder. It is traced without a
+    cache: every step runs the decoder over all tokens so far.
+
+    Args:
+        program: an encoder-decoder; plain, or with ``exits`` in select form in the encoder, of which ``affine`` heads
+            translate the stream.
+        at: blocks before each exit, where the Program has none.
+        stack: label of the encoder's stack; default: the first one.
+
+    Raises:
+        UsageError: no decoder reads the stack, a cache, no places, or heads that are not the model's own.
+    """
+
+    def __init__(self, program: Program, at: Sequence[int] | None = None, stack: str | None = None):
+        self.program = program
+        if program.signature.has_cache:
+            raise UsageError("a Program with a cache runs its encoder in every step", where=program.signature.model,
+                             hint="trace with cache=False")  # fmt: skip
+        exits = applied(program) if any(e["pass"] == NAME for e in program.history) else None
+        if exits is not None and at is None:
+            at, stack = exits.places, exits.details[0]["stack"]
+            if odd := [d["head"] for d in exits.details if d["head"] not in ("shared", "affine")]:
+                raise UsageError(f"head={odd[0]} is no view of the stream that the decoder could read",
+                                 where=program.signature.model, hint="head=shared or head=affine")  # fmt: skip
+        graph = never_leaving(program)
+        plain = without_taps(graph, len(program.output_names))
+        caches = {n.name for n in cache_nodes(program)}
+        sites = find_in_graph(plain, {n for n in plain.nodes if n.name in caches})
+        found = sites.stack(stack) if stack is not None else next(iter(sites.stacks), None)
+        self.places = sorted(set(at or ()))
+        if found is None or not self.places or not all(isinstance(k, int) and 0 < k < found.depth for k in self.places):
+            raise UsageError(f"no exits at {list(at or ())} in stack {stack or found and found.label}", where="at",
+                             hint="at=[...] with 0 < at < depth; stacks: " + ", ".join(s.label for s in sites.stacks))  # fmt: skip
+        self.depth = found.depth
+        answer = answer_of(plain, len(program.output_names), found)
+        reads = _memory(program, plain, found.boundaries[-1].node, answer)
+        self._cut(program, graph, exits, [found.boundary(k).node.name for k in self.places],
+                  found.boundaries[-1].node.name, reads, answer.name)  # fmt: skip
+
+    def _cut(
+        self, program: Program, graph: fx.Graph, exits: Applied | None, streams: list[str], end: str,
+        reads: list[str], answer: str,
+    ) -> None:  # fmt: skip
+        stages: dict[tuple[str, int], dict[str, str]] = {}
+        for k, name in zip(self.places, streams, strict=True):
+            stages["block", k] = {f"stream.{k}": name}
+            if exits is not None and (view := _translated(graph, exits, k)) is not None:
+                stages["view", k] = {f"view.{k}": view}
+        stages["block", self.depth] = {END: end}
+        stages["memory", 0] = {f"memory.{i}": name for i, name in enumerate(reads)}
+        stages["decoder", 0] = {"logits": answer}
+        self._pieces = dict(zip(stages, cut(program, graph, list(stages.values())), strict=True))
+        for name in ("decoder", "memory"):
+            taken = {i.name for i in self._pieces[name, 0].inputs}
+            if odd := [n for n in taken if n.startswith(("stream.", "value.")) and n != END]:
+                raise UsageError(f"the decoder also reads `{odd[0]}`, which is made before the end of the encoder",
+                                 where=program.signature.model)  # fmt: skip
+
+    @property
+    def tokens(self) -> str:
+        """Name of the input with the decoder's tokens."""
+        inputs = self._pieces["decoder", 0].inputs
+        return next(i.name for i in inputs if i.name.endswith("input_ids"))
+
+    def __call__(
+        self,
+        inputs: Mapping[str, torch.Tensor],
+        prompt: torch.Tensor,
+        *,
+        stop: int,
+        limit: int,
+        rule: str = "first",
+        threshold: float | Mapping[int, float] | None = None,
+        not_first: Sequence[int] = (),
+    ) -> Decoded:
+        """Decode a batch; rows never depend on each other.
+
+        Args:
+            inputs: the encoder's, by name, ``[B, ...]``.
+            prompt: first tokens of every row, ``[P]``.
+            stop: token that ends a row; ``limit``: most new tokens.
+            rule: ``first``: rows leave at the first exit whose confidence reaches the threshold, and only the others run
+                the next blocks; ``max``: every exit is decoded, and the surest hypothesis kept, of equal ones the first.
+            threshold: mean log posterior that an exit must reach, one for all or by place; None never leaves with
+                ``first`` and lets every exit compete with ``max``.
+            not_first: tokens that may not come right after the prompt.
+        """
+        rows = len(next(iter(inputs.values())))
+        if rule not in RULES:
+            raise UsageError(f"there is no rule `{rule}`", where="rule", hint=" or ".join(RULES))
+        default = NEVER if rule == "first" else -NEVER
+        limits = {
+            k: threshold[k] if isinstance(threshold, Mapping) else default if threshold is None else threshold
+            for k in self.places
+        }
+        alive, known = torch.arange(rows), dict(inputs)
+        found = Decoded([[]] * rows, torch.full((rows,), -NEVER), torch.zeros(rows, dtype=torch.long))
+        for k in (*self.places, self.depth):
+            known |= self._run("block", k, known, found)
+            if limits.get(k) == NEVER:
+                continue  # nobody can leave: the decoder is not asked
+            found.attempts.append(attempt := self._attempt(k, known, alive, prompt, stop, limit, not_first))
+            if rule == "max":
+                continue
+            leaves = attempt.confidence >= limits[k] if k in limits else torch.ones(len(alive), dtype=torch.bool)
+            self._take(found, attempt, leaves)
+            stay = (~leaves).nonzero()[:, 0]
+            if not len(stay):
+                break
+            alive, known = alive[stay], {n: t[stay] for n, t in known.items()}
+        if rule == "max":
+            *early, last = found.attempts
+            scores = torch.stack([a.confidence for a in found.attempts])
+            taken = choose(scores[:-1], [limits[a.at] for a in early], "max", last.confidence)
+            for number, attempt in enumerate(found.attempts):
+                self._take(found, attempt, taken == number)
+        return found
+
+    @staticmethod
+    def _take(found: Decoded, attempt: Attempt, chosen: torch.Tensor) -> None:
+        for i in chosen.nonzero()[:, 0].tolist():
+            row = attempt.rows[i]
+            found.tokens[row], found.confidence[row], found.depth[row] = (
+                attempt.tokens[i],
+                attempt.confidence[i],
+                attempt.at,
+            )
+
+    def _attempt(
+        self, k: int, known: Named, alive: torch.Tensor, prompt: torch.Tensor, stop: int, limit: int,
+        not_first: Sequence[int],
+    ) -> Attempt:  # fmt: skip
+        """Greedy hypotheses from the stream after k blocks."""
+        spent = Decoded([], torch.zeros(0), torch.zeros(0))
+        stream = known[END] if k == self.depth else known[f"stream.{k}"]
+        if ("view", k) in self._pieces:
+            stream = self._run("view", k, {f"stream.{k}": stream}, spent)[f"view.{k}"]
+        memory = {END: stream, **self._run("memory", 0, {**known, END: stream}, spent)}
+        ids = prompt.reshape(1, -1).expand(len(alive), -1)
+        going = torch.ones(len(alive), dtype=torch.bool)
+        total, count = torch.zeros(len(alive)), torch.zeros(len(alive))
+        for step in range(limit):
+            given = {**known, **memory, self.tokens: ids.contiguous()}
+            logits = self._run("decoder", 0, given, spent)["logits"][:, -1].float()
+            if step == 0 and len(not_first):
+                logits[:, list(not_first)] = float("-inf")
+            log_p, token = logits.log_softmax(-1).max(-1)
+            total, count = total + torch.where(going, log_p, 0), count + going
+            ids = torch.cat([ids, torch.where(going, token, stop)[:, None]], 1)
+            going &= token != stop
+            if not going.any():
+                break
+        said = [row[: int(n)] for row, n in zip(ids[:, prompt.numel() :].tolist(), count, strict=True)]
+        return Attempt(k, alive.tolist(), said, total / count, spent.encoder_flops)
+
+    def _run(self, kind: str, number: int, given: Mapping[str, torch.Tensor], spent: Decoded) -> Named:
+        """Run a piece on what it takes of some values, and count its operations."""
+        piece = self._pieces[kind, number]
+        names = {i.name for i in piece.inputs}
+        flat = piece.signature.by_name({n: t.contiguous() for n, t in given.items() if n in names})
+        with torch.no_grad(), counter() as counted:
+            outputs = piece.run_flat(flat)
+        spent.encoder_flops += counted.get_total_flops()
+        return dict(zip(piece.output_names, outputs, strict=True))
+
+
+def _memory(program: Program, graph: fx.Graph, end: fx.Node, answer: fx.Node | None) -> list[str]:
+    """Values of the stream alone that the decoder reads together with its tokens.
+
+    Raises:
+        UsageError: no decoder reads the stream.
+    """
+    flow = Dataflow(graph)
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    others = [n for n in placeholders if answer is not None and flow.reaches(n, answer) and not flow.reaches(n, end)]
+    tokens = [n for n in others if value(n) is not None and not value(n).is_floating_point()]
+    if not tokens:
+        raise UsageError("no decoder with tokens of its own reads this stack", where=program.signature.model,
+                         hint="stack=LABEL of the encoder of an encoder-decoder; see exits{per=sequence} for CTC")  # fmt: skip
+
+    def alone(node: fx.Node) -> bool:
+        return flow.reaches(end, node) and not any(flow.reaches(o, node) for o in others)
+
+    reads = flow.between(end, answer)
+    return [
+        n.name
+        for n in reads
+        if alone(n) and not is_size(n) and isinstance(value(n), torch.Tensor)
+        and any(not alone(u) and not is_size(u) and flow.reaches(u, answer) for u in n.users)
+    ]  # fmt: skip
+
+
+def _translated(graph: fx.Graph, exits: Applied, k: int) -> str | None:
+    """Name of the translated stream of an exit, None where the stream is read as it is."""
+    weight = exits.tensor(k, "weight")
+    return next(
+        (
+            n.name
+            for n in graph.nodes
+            if n.op == "call_function" and any(o.op == "get_attr" and o.target == weight for o in n.all_input_nodes)
+        ),
+        None,
+    )
