@@ -85,6 +85,7 @@ def exits(net) -> EncoderExits:
 
 
 def decoded(net: Net, exits: EncoderExits, rows=slice(None), **options: Any) -> Any:
+    options = {"must_end": False, **options}
     return exits({"input_features": net.mel[rows]}, PROMPT, stop=net.stop, limit=LIMIT, **options)
 
 
@@ -133,6 +134,29 @@ def test_the_ends_of_the_scale(net, exits):
     assert never.tokens == [net.by_hand(row, 4, net.stop)[0] for row in range(5)]
     assert always.tokens == [net.by_hand(row, 1, net.stop)[0] for row in range(5)]
     assert always.encoder_flops < never.encoder_flops and always.flops < never.flops
+
+
+@pytest.mark.parametrize("rule", ["first", "max"])
+def test_a_hypothesis_that_has_not_ended_is_taken_from_the_model_alone(net, exits, rule):
+    def taken(hand: dict, stop: int | None) -> list[int]:
+        """By hand; without a stop any hypothesis is taken."""
+        depth = []
+        for row in range(5):
+            allowed = [k for k in PLACES if stop is None or hand[k][row][0][-1] == stop]
+            best = max([*allowed, 4], key=lambda k: hand[k][row][1])
+            depth.append(best if rule == "max" else [*allowed, 4][0])
+        return depth
+
+    whole = [t for k in PLACES for row in range(5) for t in net.by_hand(row, k, -1)[0]]
+    for stop in dict.fromkeys(whole):  # the first that ends some hypotheses which are taken, and not all of them
+        hand = {k: [net.by_hand(row, k, stop) for row in range(5)] for k in (*PLACES, 4)}
+        depth = taken(hand, stop)
+        if depth != taken(hand, None) and min(depth) < 4:
+            break
+    assert depth != taken(hand, None) and min(depth) < 4
+    found = exits({"input_features": net.mel}, PROMPT, stop=stop, limit=LIMIT, rule=rule, threshold=-math.inf)
+    assert found.depth.tolist() == depth
+    assert found.tokens == [hand[k][row][0] for row, k in enumerate(depth)]
 
 
 def test_tokens_that_may_not_come_first(net, exits):

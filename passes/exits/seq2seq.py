@@ -36,6 +36,7 @@ class Attempt:
         at: blocks of the encoder; rows: which rows of the call it was asked for.
         tokens: of each row, without the prompt, up to and with the one that ends it.
         confidence: mean log posterior of these, ``[rows]``.
+        ended: whether the row came to its end within the limit, ``[rows]``.
         flops: of the decoder and of what it reads from the encoder's stream, for these rows.
     """
 
@@ -43,7 +44,12 @@ class Attempt:
     rows: list[int]
     tokens: list[list[int]]
     confidence: torch.Tensor
+    ended: torch.Tensor
     flops: int
+
+    def score(self, must_end: bool = True) -> torch.Tensor:
+        """The confidence that exits are chosen by: none where a hypothesis has not ended, ``[rows]``."""
+        return torch.where(self.ended, self.confidence, -NEVER) if must_end else self.confidence
 
 
 @dataclass
@@ -146,6 +152,7 @@ class EncoderExits:
         rule: str = "first",
         threshold: float | Mapping[int, float] | None = None,
         not_first: Sequence[int] = (),
+        must_end: bool = True,
     ) -> Decoded:
         """Decode a batch; rows never depend on each other.
 
@@ -158,6 +165,8 @@ class EncoderExits:
             threshold: mean log posterior that an exit must reach, one for all or by place; None never leaves with
                 ``first`` and lets every exit compete with ``max``.
             not_first: tokens that may not come right after the prompt.
+            must_end: never take an exit whose hypothesis has not ended within the limit: a decoder that repeats itself
+                is very sure of it. The model's own is taken as it is.
         """
         rows = len(next(iter(inputs.values())))
         if rule not in RULES:
@@ -176,7 +185,9 @@ class EncoderExits:
             found.attempts.append(attempt := self._attempt(k, known, alive, prompt, stop, limit, not_first))
             if rule == "max":
                 continue
-            leaves = attempt.confidence >= limits[k] if k in limits else torch.ones(len(alive), dtype=torch.bool)
+            leaves = torch.ones(len(alive), dtype=torch.bool)
+            if k != self.depth:
+                leaves = (attempt.confidence >= limits[k]) & (attempt.ended | (not must_end))
             self._take(found, attempt, leaves)
             stay = (~leaves).nonzero()[:, 0]
             if not len(stay):
@@ -184,8 +195,9 @@ class EncoderExits:
             alive, known = alive[stay], {n: t[stay] for n, t in known.items()}
         if rule == "max":
             *early, last = found.attempts
-            scores = torch.stack([a.confidence for a in found.attempts])
-            taken = choose(scores[:-1], [limits[a.at] for a in early], "max", last.confidence)
+            scores = torch.stack([a.score(must_end) for a in early] or [torch.full((rows,), -NEVER)])
+            taken = choose(scores, [limits[a.at] for a in early] or [NEVER], "max", last.confidence)
+            taken[taken == len(scores)] = len(early)
             for number, attempt in enumerate(found.attempts):
                 self._take(found, attempt, taken == number)
         return found
@@ -225,7 +237,7 @@ class EncoderExits:
             if not going.any():
                 break
         said = [row[: int(n)] for row, n in zip(ids[:, prompt.numel() :].tolist(), count, strict=True)]
-        return Attempt(k, alive.tolist(), said, total / count, spent.encoder_flops)
+        return Attempt(k, alive.tolist(), said, total / count, ~going, spent.encoder_flops)
 
     def _run(self, kind: str, number: int, given: Mapping[str, torch.Tensor], spent: Decoded) -> Named:
         """Run a piece on what it takes of some values, and count its operations."""
