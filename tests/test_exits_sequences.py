@@ -435,3 +435,19 @@ def test_calibrated_for_a_budget_rows_take_that_many_blocks(wav2vec2):
     assert report.calibration["net_flops"] == pytest.approx(
         sum(s * c for s, c in zip(shares.values(), relative, strict=True))
     )
+
+
+@pytest.mark.parametrize("rule", ["first", "max"])
+def test_onnx_chooses_the_same_exits(rule, hubert, max_diff, tmp_path):
+    pytest.importorskip("onnxruntime")
+    from hcx.export import OnnxSession, to_onnx
+
+    program = hubert.program.rewrite(Exits(at=PLACES, per="sequence", score="entropy", rule=rule), check=False)
+    scores = [hubert.mean(entropy(r)) for r in hubert.readings(*PLACES)[:-1]]
+    limits = [middle(s) for s in scores] if rule == "first" else [-math.inf] * 3
+    program = set_thresholds(program, dict(zip(PLACES, limits, strict=True)))
+    with torch.no_grad():
+        output, taps = program(**hubert.call, taps=True)
+    assert len(taps["exits.depth"].unique()) > 1
+    session = OnnxSession(to_onnx(program, tmp_path / "m.onnx").path)
+    assert max_diff(session(**hubert.call).logits, output.logits) <= NEAR
