@@ -255,7 +255,9 @@ def test_an_exit_that_nearly_nobody_takes_is_called_useless(llama, fitted):
     assert figures["useless"] == [2] and 0 < figures["shares"]["2"] < 0.05 < figures["shares"]["4"]
 
 
-@pytest.mark.parametrize("options", ["head=affine", "score=jei,candidates=16", "score=gate", "score=jei"])
+@pytest.mark.parametrize(
+    "options", ["head=affine", "score=jei,candidates=16", "score=gate", "score=palbert", "score=jei"]
+)
 def test_other_parts_are_fitted_too(llama, options):
     program = llama.program.rewrite(f"exits{{at=[2,4],{options}}}", check=False)
     new, report = fit(program, batches(llama, program, 1, 15), skip=1)
@@ -267,6 +269,35 @@ def test_other_parts_are_fitted_too(llama, options):
         common = torch.bincount(answers).argsort(descending=True)[:8].tolist()
         rows = new.tensor("hcx.exits_0.candidates").tolist()
         assert set(common) <= set(rows) and len(set(rows)) == 16
+
+
+def test_one_gate_for_all_exits_is_fitted_where_no_earlier_exit_was_right(llama):
+    """PALBERT's last layer, from the eager model's hidden states: scikit-learn's solver on the same standardised features."""
+    linear_model = pytest.importorskip("sklearn.linear_model")
+    program = llama.program.rewrite("exits{at=[2,4],score=palbert}", check=False)
+    calls = batches(llama, program, 1, 15)
+    new, _ = fit(program, calls, skip=1)
+    layers = [[program.tensor(f"hcx.exits_0.gate.{n}.{part}") for part in ("weight", "bias")] for n in range(3)]
+    ids = torch.cat([call[0] for call in calls[round(0.7 * len(calls)) :]])
+    hidden, missed, features, labels = streams(llama.model, ids), True, [], []
+    with torch.no_grad():
+        head, norm = llama.model.lm_head, llama.model.model.norm
+        final = head(hidden[-1]).argmax(-1)  # the last hidden state is normed
+        for k in (2, 4):
+            x = torch.cat([h / h.square().mean(-1, keepdim=True).sqrt() for h in (hidden[k], hidden[k - 1])], -1)
+            for weight, bias in layers:
+                x = torch.tanh(x @ weight.T + bias)
+            right = head(norm(hidden[k])).argmax(-1) == final
+            keep = (torch.ones_like(right) if missed is True else missed)[:, 1:]
+            features.append(x[:, 1:][keep].double()), labels.append(right[:, 1:][keep])
+            missed = keep.new_ones(right.shape) & ~right
+    x, y = torch.cat(features), torch.cat(labels)
+    theirs = linear_model.LogisticRegression(C=1 / (0.01 * len(y)), tol=1e-10, max_iter=20000)
+    theirs.fit(((x - x.mean(0)) / x.std(0)).numpy(), y.numpy())
+    weight = new.tensor("hcx.exits_0.gate.3.weight")[0].double() * x.std(0)
+    assert 0.02 < y.double().mean() < 0.98 and len(labels[1]) < len(labels[0])
+    assert torch.allclose(weight, torch.tensor(theirs.coef_[0]), atol=2e-3) and weight.abs().max() > 0.1
+    assert torch.equal(new.tensor("hcx.exits_0.gate.0.weight"), program.tensor("hcx.exits_0.gate.0.weight"))
 
 
 @pytest.mark.parametrize("options", ["head=shared", "head=norm,score=margin"])

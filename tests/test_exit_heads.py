@@ -17,7 +17,7 @@ from tests.test_exits import NEAR, TimeFirst, between, eager, max_prob
 from tests.trained_nets import llama_by_hand
 
 HEADS = ("shared", "norm", "affine", "mlp", "block")
-SCORES = ("max_prob", "margin", "entropy", "cosine", "patience", "probe", "gate", "jei")
+SCORES = ("max_prob", "margin", "entropy", "cosine", "patience", "probe", "gate", "palbert", "jei")
 AT = 3
 
 
@@ -178,6 +178,18 @@ def test_each_score_is_what_it_says(llama):
     lambdas = [probe(hidden[k], own[f"{k}.gate.weight"], own[f"{k}.gate.bias"]) for k in places]
     close(got, [1 - torch.stack([1 - x for x in lambdas[: n + 1]]).prod(0) for n in range(3)])
 
+    got, own = scores("palbert")
+    layers = [(own[f"gate.{n}.weight"].double(), own[f"gate.{n}.bias"].double()) for n in range(4)]
+    assert [tuple(weight.shape) for weight, _ in layers] == [(64, 64)] * 3 + [(1, 64)]  # the stream is 32 wide
+    lambdas = []
+    for k in places:
+        read = [h / h.square().mean(-1, keepdim=True).sqrt() for h in (hidden[k].double(), hidden[k - 1].double())]
+        x = torch.cat(read, -1)
+        for weight, bias in layers[:-1]:
+            x = (x @ weight.T + bias).tanh()
+        lambdas.append(torch.sigmoid(x @ layers[-1][0].T + layers[-1][1]).squeeze(-1))
+    close(got, [1 - torch.stack([1 - x for x in lambdas[: n + 1]]).prod(0) for n in range(3)])
+
     got, own = scores("jei")
     left, expected = torch.ones(ids.shape, dtype=torch.float64), []
     for k in places:
@@ -230,7 +242,14 @@ def test_candidates_restrict_what_the_score_reads_not_the_answer(llama, head, ma
 
 
 @pytest.mark.parametrize(
-    "options", ["head=norm,score=jei", "head=mlp,score=gate,candidates=9", "head=block,score=probe", "score=cosine"]
+    "options",
+    [
+        "head=norm,score=jei",
+        "head=mlp,score=gate,candidates=9",
+        "head=block,score=probe",
+        "score=cosine",
+        "score=palbert",
+    ],
 )
 def test_every_new_part_is_live_and_survives_saving(llama, options, tmp_path):
     program = llama.program.rewrite(f"exits{{at=[2,4],{options},threshold=0.4}}")

@@ -15,7 +15,7 @@ from hcx.rewrite.values import fake_mode_of
 from torch import fx
 
 from .inserted import answer_of, is_selection
-from .places import Place, blocks_before, boundary, tensor_part
+from .places import Place, blocks_before, boundary, position, tensor_part
 
 NAME = "exits"
 
@@ -30,7 +30,7 @@ class Applied:
             numbers of blocks executed; ``depth``: blocks of the model.
         details: plan details of each exit.
         graph: a copy of the Program's graph in which nothing leaves; node names are the Program's.
-        streams: name of the plain stream at each exit; ``end``: at the end of the stack.
+        streams: name of the plain stream at each exit; ``earlier``: a block before it; ``end``: at the end of the stack.
         scores, logits: names of what the exits find; ``scored``: of the logits that the scores read; ``answer``: of the
             model's own logits.
         valid: name of what says which positions of a sequence count, None where all do or positions leave by themselves.
@@ -45,6 +45,7 @@ class Applied:
     details: list[dict[str, Any]]
     graph: fx.Graph
     streams: list[str]
+    earlier: list[str]
     end: str
     scores: list[str]
     logits: list[str]
@@ -117,6 +118,7 @@ def applied(program: Program) -> Applied:
         details,
         graph,
         [_plain_stream(by_name, boundary(stack, k)) for k in places],
+        [_plain_stream(by_name, stack.boundaries[position(stack, k) - 1]) for k in places],
         _plain_stream(by_name, stack.boundaries[-1]),
         [taps[f"{prefix}.{k}.score"].name for k in places],
         logits,

@@ -42,14 +42,15 @@ class Exits(Pass):
         at: numbers of blocks executed before each exit (indices into ``hidden_states``); default: two thirds and five
             sixths of the depth. In a loop ``14~1`` is after block 14 in pass 1, ``14`` in the last one.
         head: ``shared`` reads the stream with the model's own final norm and head; ``norm`` with a norm of its own;
-            ``own`` with a norm and a head of its own, copies at the start; ``affine`` translates it first; ``mlp`` and ``block`` first run a copy of the last block's MLP or of the
-            whole block; ``classifier`` is linear with weights of its own, on the mean of the stream where the model gives
-            one answer a row, else at each position; ``auto`` is shared where that fits, else classifier.
+            ``own`` with a norm and a head of its own, copies at the start; ``affine`` translates it first; ``mlp`` and
+            ``block`` first run a copy of the last block's MLP or of the whole block; ``classifier`` is linear with weights
+            of its own, on the mean of the stream where the model gives one answer a row, else at each position; ``auto``
+            is shared where that fits, else classifier.
         score: ``max_prob``, ``margin``, ``entropy`` or ``posterior`` (the logarithm of max_prob) of the exit's softmax;
-            ``patience``: exits in a row with one
-            answer; ``cosine`` of the stream with that of a block earlier; ``probe``: a linear probe of the stream;
-            ``gate``: probability of having left, cumulated over linear gates; ``jei``: gate over features of the
-            softmax. All but the softmax ones, ``patience`` and ``jei`` need no head where nothing leaves.
+            ``patience``: exits in a row with one answer; ``cosine`` of the stream with that of a block earlier;
+            ``probe``: a linear probe of the stream; ``gate``: probability of having left, cumulated over linear gates;
+            ``palbert``: over one MLP for all exits, which also reads the stream of a block earlier; ``jei``: gate over
+            features of the softmax. All but the softmax ones, ``patience`` and ``jei`` need no head where nothing leaves.
         threshold: leave where the score reaches it; None never leaves, which keeps the function bitwise.
         candidates: how many rows of the head the score reads; None reads all. The answer of an exit has all rows.
         per: what leaves together: each ``position``, or a ``sequence``: a row with all its positions, by the mean of the
@@ -68,9 +69,9 @@ class Exits(Pass):
 
     at: tuple[int | str, ...] | None = None
     head: Literal["auto", "shared", "norm", "own", "affine", "mlp", "block", "classifier"] = "auto"
-    score: Literal["max_prob", "margin", "entropy", "posterior", "cosine", "patience", "probe", "gate", "jei"] = (
-        "max_prob"
-    )
+    score: Literal[
+        "max_prob", "margin", "entropy", "posterior", "cosine", "patience", "probe", "gate", "palbert", "jei"
+    ] = "max_prob"
     threshold: float | None = None
     candidates: int | None = None
     per: Literal["position", "sequence"] = "position"

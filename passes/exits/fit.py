@@ -21,7 +21,7 @@ from .hypotheses import IGNORE
 from .ridge import Ridge, logistic, softmax_regression
 from .trials import Batches, Trials, kept, measure
 
-GATES = ("probe", "gate", "jei")
+GATES = ("probe", "gate", "palbert", "jei")
 
 
 @dataclass
@@ -60,7 +60,7 @@ def fit(
     ``affine`` heads get a ridge fit of the stream towards the end of the stack, in one pass; ``classifier`` heads a
     softmax regression to the model's own most likely class. Then gates are fitted, on other inputs, to predict at
     which positions an exit agrees with the model: ``probe`` at each exit, ``gate`` among positions where no earlier
-    exit does, ``jei`` at each exit that is not before the cheapest one that agrees, both classes with the same weight.
+    exit does, ``palbert`` likewise, its last layer alone, for all exits together, ``jei`` at each exit that is not before the cheapest one that agrees, both classes with the same weight.
     Candidates are the rows that the
     model chose most often.
 
@@ -180,27 +180,46 @@ def _heads(
 def _gates(exits: Applied, trials: Trials, batches: Batches, score: str, skip: int) -> dict[str, torch.Tensor]:
     """Values of the gates at each exit; ``trials`` are what the exits answered on these calls."""
     good = trials.agrees if trials.labels is None else trials.answers[:-1] == trials.labels
-    found: dict[str, torch.Tensor] = {}
+    told: list[tuple[torch.Tensor, torch.Tensor]] = []
     missed = torch.ones(len(trials), dtype=torch.bool)  # no exit before has given the right answer
-    for number, (k, x) in enumerate(zip(exits.places, _features(exits, batches, score, skip), strict=True)):
+    for number, x in enumerate(_features(exits, batches, score, skip)):
         label = good[number] if score != "jei" else good[: number + 1].any(0)
-        rows = missed if score == "gate" and int(missed.sum()) > 1 else slice(None)
-        weight, bias = logistic(x[rows], label[rows], ridge=1e-2, balanced=score == "jei")
-        found[exits.tensor(k, "gate.weight")], found[exits.tensor(k, "gate.bias")] = weight, bias
+        rows = missed if score in ("gate", "palbert") and int(missed.sum()) > 1 else slice(None)
+        told.append((x[rows], label[rows]))
         missed &= ~good[number]
+    if score == "palbert":  # one gate for all exits
+        last = exits.tensor(None, f"gate.{gates.HIDDEN}")
+        features, labels = (torch.cat(parts) for parts in zip(*told, strict=True))
+        return dict(zip((f"{last}.weight", f"{last}.bias"), logistic(features, labels, ridge=1e-2), strict=True))
+    found: dict[str, torch.Tensor] = {}
+    for k, (x, label) in zip(exits.places, told, strict=True):
+        weight, bias = logistic(x, label, ridge=1e-2, balanced=score == "jei")
+        found[exits.tensor(k, "gate.weight")], found[exits.tensor(k, "gate.bias")] = weight, bias
     return found
 
 
 def _features(exits: Applied, batches: Batches, score: str, skip: int) -> list[torch.Tensor]:
     """What the gate of each exit reads at each position, ``[N, d]``, from one run."""
     count = len(exits.places)
-    read = reader(exits.program, exits.graph, [*(exits.scored if score == "jei" else exits.streams), *exits.scores])
+    sources = [exits.scored] if score == "jei" else [exits.streams, exits.earlier][: 1 + (score == "palbert")]
+    read = reader(exits.program, exits.graph, [*(n for names in sources for n in names), *exits.scores])
+    layers = _hidden_layers(exits) if score == "palbert" else []
+    reading = {"jei": gates.features, "palbert": lambda *streams: gates.hidden(*streams, *layers)}
     rows: list[list[torch.Tensor]] = [[] for _ in range(count)]
     for flat in batches:
-        values = read(exits.program.signature.complete(flat))
-        for number, (value, figure) in enumerate(zip(values[:count], values[count:], strict=True)):
-            if score != "jei" and value.dim() - 1 > figure.dim():
-                value = pooled(value)
-            made = gates.features(value) if score == "jei" else gates.unit_rms(value)
+        *values, figures = _groups(read(exits.program.signature.complete(flat)), count)
+        for number, (figure, *parts) in enumerate(zip(figures, *values, strict=True)):
+            if score != "jei":
+                parts = [pooled(p) if p.dim() - 1 > figure.dim() else p for p in parts]
+            made = reading.get(score, gates.unit_rms)(*parts)
             rows[number].append(kept(made, skip if figure.dim() > 1 else 0).flatten(0, -2))
     return [torch.cat(r) for r in rows]
+
+
+def _hidden_layers(exits: Applied) -> list[torch.Tensor]:
+    parts = (f"gate.{n}.{part}" for n in range(gates.HIDDEN) for part in ("weight", "bias"))
+    return [exits.program.tensor(exits.tensor(None, part)) for part in parts]
+
+
+def _groups(values: list[torch.Tensor], size: int) -> list[list[torch.Tensor]]:
+    return [values[i : i + size] for i in range(0, len(values), size)]

@@ -1,4 +1,4 @@
-"""Learned scores: a linear probe of the stream, lambda gates with their cumulated probability, and JEI-DNN's gate.
+"""Learned scores: a linear probe of the stream, gates with their cumulated probability, and JEI-DNN's gate.
 
 Source: methods note on exits, section 3.3. Parameters start so that every gate can learn: weights at 0, so that all
 positions are equally sure; no threshold is set at the start, so that nothing leaves.
@@ -18,6 +18,10 @@ POWER = 2.0
 """Exponent of the sharpened distribution in JEI-DNN's features; the source leaves it open."""
 
 
+HIDDEN = 3
+"""Layers of PALBERT's gate before the last one."""
+
+
 def unit_rms(stream: torch.Tensor) -> torch.Tensor:
     """The stream over its root mean square, ``[..., d]`` in float32: its length grows with depth and says little."""
     wide = stream.float()
@@ -30,11 +34,48 @@ def probe(stream: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> tor
 
 
 def cumulated(stream: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    """Probability of having left here or earlier: ``1 - (1 - before)(1 - lambda)``, lambda as in :func:`probe`.
+    """:func:`joined` with the share of :func:`probe`."""
+    return joined(probe(stream, weight, bias), before)
+
+
+def deep(stream: torch.Tensor, before: torch.Tensor, *layers: torch.Tensor) -> torch.Tensor:
+    """PALBERT's lambda: ``sigmoid(MLP([h_k; h_{k-1}]))``, ``[..., d]`` twice ``-> [...]``.
+
+    Three layers ``2d -> 2d`` with tanh and one ``2d -> 1``, the same at all exits; both streams over their root mean square.
+
+    Args:
+        stream, before: after k blocks and one block earlier.
+        layers: weight and bias of each layer in turn; ``[2d, 2d]``, ``[2d]``, at the end ``[1, 2d]``, ``[1]``.
+    """
+    return torch.sigmoid(F.linear(hidden(stream, before, *layers[:-2]), *layers[-2:])).squeeze(-1)
+
+
+def hidden(stream: torch.Tensor, before: torch.Tensor, *layers: torch.Tensor) -> torch.Tensor:
+    """What the last layer of :func:`deep` reads, ``[..., 2d]``."""
+    x = torch.cat([unit_rms(stream), unit_rms(before)], -1)
+    for weight, bias in zip(layers[::2], layers[1::2], strict=True):
+        x = torch.tanh(F.linear(x, weight, bias))
+    return x
+
+
+def joined(share: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """Probability of having left here or earlier, ``1 - (1 - before)(1 - share)``: lambda, the share that leaves here of those
+    that have come so far.
 
     A threshold q on it is PALBERT's deterministic Q-exit: leave at the first exit whose cumulated probability is q.
     """
-    return 1 - (1 - before) * (1 - probe(stream, weight, bias))
+    return 1 - (1 - before) * (1 - share)
+
+
+def start(width: int, bias: float) -> dict[str, torch.Tensor]:
+    """Layers of :func:`deep` for a stream of that width: drawn as ``nn.Linear`` draws them, and a last one of zeros."""
+    generator, wide = torch.Generator().manual_seed(width), 2 * width
+    layers: dict[str, torch.Tensor] = {}
+    for number in range(HIDDEN):
+        for name, shape in (("weight", (wide, wide)), ("bias", (wide,))):
+            draw = torch.rand(shape, generator=generator) * 2 - 1
+            layers[f"{number}.{name}"] = draw / math.sqrt(wide)
+    return layers | {f"{HIDDEN}.weight": torch.zeros(1, wide), f"{HIDDEN}.bias": torch.full((1,), bias)}
 
 
 def features(logits: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from torch import fx
 from . import gates, places, sequences
 from .heads import affine_view, classifier, features, pooled
 from .heads_copied import copied_view, last_part, norm_parameters, own_copies, restricted_readout
-from .scores import CHAINED, FROM_LOGITS, cosine, patience, patience_start
+from .scores import CHAINED, FROM_LOGITS, READ_TWICE, cosine, patience, patience_start
 
 NEVER = math.inf
 
@@ -54,7 +54,7 @@ class Inserted:
         stream = places.boundary(stack, self.at).read(editor)
         end = stack.boundaries[-1].read(editor)
         before = None
-        if detail["score"] == "cosine":
+        if detail["score"] in READ_TWICE:
             before = stack.boundaries[places.position(stack, self.at) - 1].read(editor)
         builds_on = earlier is not None and (detail["score"] in CHAINED or "candidates" in detail)
         self.valid = earlier.valid if earlier is not None else None
@@ -128,10 +128,18 @@ class Inserted:
             before = editor.inline(pooled, before) if before is not None else None
         if name == "cosine":
             return editor.inline(cosine, before, stream)
+        if name == "palbert":
+            share = editor.inline(gates.deep, stream, before, *self._layers(features(stream)))
+            return share if earlier is None else editor.inline(gates.joined, share, earlier.score)
         parameters = self._gate(features(stream), 0.0 if name == "probe" else math.log(1 / self.count))
         if name == "probe" or earlier is None:
             return editor.inline(gates.probe, stream, *parameters)
         return editor.inline(gates.cumulated, stream, *parameters, earlier.score)
+
+    def _layers(self, width: int) -> list[fx.Node]:
+        """PALBERT's layers, the same at all exits, in float32."""
+        device, layers = value(self.logits).device, gates.start(width, math.log(1 / self.count))
+        return [self.editor.parameter(f"gate.{n}", t.to(device)) for n, t in layers.items()]
 
     def _gate(self, width: int, bias: float) -> tuple[fx.Node, fx.Node]:
         """Float32 weights of a gate; a bias of ``-ln K`` lets K gates in a row all keep a share to decide about."""

@@ -74,14 +74,17 @@ def patience(previous_logits: torch.Tensor, logits: torch.Tensor, count: torch.T
 FROM_LOGITS = {"max_prob": max_prob, "margin": margin, "entropy": entropy, "posterior": posterior}
 """Scores that read the exit's own logits and nothing else."""
 
-SCORES = (*FROM_LOGITS, "cosine", "patience", "probe", "gate", "jei")
-"""All scores; the last three are learned, see :mod:`hcx.passes.exits.gates`."""
+SCORES = (*FROM_LOGITS, "cosine", "patience", "probe", "gate", "palbert", "jei")
+"""All scores; the last four are learned, see :mod:`hcx.passes.exits.gates`."""
 
-CHEAP = ("cosine", "probe", "gate")
+CHEAP = ("cosine", "probe", "gate", "palbert")
 """Scores that read the stream only, so that no head runs where nothing leaves."""
+
+READ_TWICE = ("cosine", "palbert")
+"""Scores that also read the stream of a block earlier."""
 
 FOR_SEQUENCES = (*FROM_LOGITS, "cosine")
 """Scores that can be averaged over the positions of a row."""
 
-CHAINED = ("patience", "gate", "jei")
+CHAINED = ("patience", "gate", "palbert", "jei")
 """Scores that also read what the exit before them found."""
