@@ -16,6 +16,7 @@ from torch import fx
 
 from .inserted import answer_of, is_selection
 from .places import Place, blocks_before, boundary, position, tensor_part
+from .scores import READ_TWICE
 
 NAME = "exits"
 
@@ -30,7 +31,8 @@ class Applied:
             numbers of blocks executed; ``depth``: blocks of the model.
         details: plan details of each exit.
         graph: a copy of the Program's graph in which nothing leaves; node names are the Program's.
-        streams: name of the plain stream at each exit; ``earlier``: a block before it; ``end``: at the end of the stack.
+        streams: name of the plain stream at each exit; ``earlier``: a block before it, where the score reads that;
+            ``end``: at the end of the stack.
         scores, logits: names of what the exits find; ``scored``: of the logits that the scores read; ``answer``: of the
             model's own logits.
         valid: name of what says which positions of a sequence count, None where all do or positions leave by themselves.
@@ -109,6 +111,7 @@ def applied(program: Program) -> Applied:
     *before, depth = blocks_before(stack, places)
     logits = [taps[f"{prefix}.{k}.logits"].name for k in places]
     tagged = {tag: n.name for n in graph.nodes if (tag := n.meta.get("custom", {}).get("hcx", {}).get("scored"))}
+    twice = details[0]["score"] in READ_TWICE
     return Applied(
         program,
         number,
@@ -118,7 +121,7 @@ def applied(program: Program) -> Applied:
         details,
         graph,
         [_plain_stream(by_name, boundary(stack, k)) for k in places],
-        [_plain_stream(by_name, stack.boundaries[position(stack, k) - 1]) for k in places],
+        [_plain_stream(by_name, stack.boundaries[position(stack, k) - 1]) for k in places if twice],
         _plain_stream(by_name, stack.boundaries[-1]),
         [taps[f"{prefix}.{k}.score"].name for k in places],
         logits,
