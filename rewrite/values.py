@@ -62,12 +62,16 @@ def stand_in(program, mode: FakeTensorMode, name: str) -> torch.Tensor:
 
 
 def _symbols(program, mode: FakeTensorMode, examples: list[torch.Tensor]) -> dict[str, torch.SymInt]:
-    """A symbol for each named dimension; its hint is the example's size, or 5 where that is 0 or 1."""
+    """A symbol for each named dimension; its hint is the example's size, or 5 where that is 0, 1 or unknown."""
     hints: dict[str, int] = {}
     for spec, example in zip(program.inputs, examples, strict=True):
         for dim, size in zip(spec.shape, example.shape, strict=True):
             if isinstance(dim, str) and "+" not in dim:
                 hints.setdefault(dim, int(size) if size > 1 else 5)
+    for spec in program.inputs:  # where the cache is states alone, only a sum tells that there is a past
+        for dim in spec.shape:
+            for name in dim.split("+") if isinstance(dim, str) else ():
+                hints.setdefault(name, 5)
     if not hints:
         return {}
     context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * len(hints))
