@@ -1,6 +1,7 @@
 """Exits at run time on SmolLM2-135M: what each cache policy keeps, what self-speculation gives, what never leaving costs.
 
-    python bench/exits_runtime.py agreement     # recompute, propagate, mask: agreement with the model, net operations
+    python bench/exits_runtime.py agreement     # cache policies: agreement with the model, net operations
+    python bench/exits_runtime.py river         # the same one row at a time: bytes of weights and seconds a token
     python bench/exits_runtime.py speculation   # 20 prompts x 64 tokens against greedy decoding
     python bench/exits_runtime.py cost          # never leaving, scores on: seconds a token against the plain Program
 
@@ -29,6 +30,15 @@ PLACES = (20, 25, 28)
 DRAWS = [("20,25,28", 0.5), ("25", 0.3), ("20,25,28", 0.3)]
 """Exits and thresholds of max_prob."""
 ROWS, TOKENS = 4, 128
+WAYS = {
+    "recompute": {"kv": "recompute"},
+    "propagate": {"kv": "propagate"},
+    "mask": {"kv": "mask"},
+    "river": {"kv": "river"},
+    "river, answer=exit": {"kv": "river", "answer": "exit"},
+    "river of 8 bits": {"kv": "river", "river": "quantize{bits=8,group=32}"},
+}
+"""Policies for tokens that leave."""
 
 
 def fitted(base, article, at: str, score: str, windows: int):
@@ -53,20 +63,50 @@ def agreement(log: Log, base, works, windows: int, quick: bool) -> None:
         for k in places.split(","):
             whole.tensor(f"hcx.exits_0.{k}.threshold").fill_(threshold)
         shares = {}
-        for kv in ("recompute", "propagate", "mask"):
-            decoder = Decoder(whole, kv, count=True)
+        for name, options in WAYS.items():
+            decoder = Decoder(whole, count=True, **options)
             steps = [decoder.feed(ids[:, t : t + 1], leave=t > 0) for t in range(TOKENS)]
             same = torch.stack([s.logits.argmax(-1) for s in steps], 1) == want
             depth = torch.stack([s.depth for s in steps], 1)[:, 1:].double()
-            shares[kv] = same[:, 1:].double().mean().item()
+            shares[name] = same[:, 1:].double().mean().item()
             stay = same[:, 1:][depth == 30].double().mean().item()
             net = decoder.pieces.flops / plain(decoder, ids)
-            log.say(f"exits {places} at {threshold}: {kv:10s} agreement {shares[kv]:.1%} (of tokens that stay {stay:.1%}), "
+            log.say(f"exits {places} at {threshold}: {name:18s} agreement {shares[name]:.1%} (of tokens that stay {stay:.1%}), "
                     f"mean depth {depth.mean():.2f}, net operations {net:.3f}")  # fmt: skip
         log.bar(
             shares["recompute"] > shares["propagate"] >= shares["mask"],
             f"exits {places} at {threshold}: recompute > propagate >= mask",
         )
+        log.bar(shares["river"] > shares["propagate"], f"exits {places} at {threshold}: river > propagate")
+
+
+def river(log: Log, base, works, windows: int, quick: bool) -> None:
+    """One row at a time, the ways in turn; CPU seconds, since machines may be shared."""
+    whole = fitted(base, works[0], "20,25,28", "max_prob", windows)
+    set_thresholds(whole, 0.5)
+    rows = works[1][2560 : 2560 + ROWS * TOKENS].reshape(ROWS, TOKENS)[: 1 if quick else ROWS]
+    cheap = base.rewrite("quantize{bits=4,group=32}", check=False)
+    one, other = (p.run_flat(p.signature.by_name({"input_ids": rows}))[0].argmax(-1)[:, 1:] for p in (base, cheap))
+    log.say(f"the whole model quantised to 4 bits: agreement {(one == other).double().mean():.1%}")
+    decoders = {name: Decoder(whole, **WAYS[name]) for name in ("recompute", "propagate", "river")}
+    seconds, depths = dict.fromkeys(["never leaving", *decoders], 0.0), {name: [] for name in decoders}
+    for row in rows:
+        for name in seconds:
+            decoder = decoders.get(name, decoders["recompute"])
+            decoder.reset()
+            read, start = decoder.pieces.weight_bytes, time.process_time()
+            steps = [decoder.feed(i.reshape(1, 1), leave=t > 0 and name in decoders) for t, i in enumerate(row)]
+            seconds[name] += time.process_time() - start
+            if name in decoders:
+                depths[name] += [int(s.depth) for s in steps[1:]]
+            else:
+                decoder.pieces.weight_bytes = read
+    count = rows.numel()
+    log.say(f"never leaving, no scores: {1e3 * seconds['never leaving'] / count:.0f} ms of CPU a token")
+    for name, decoder in decoders.items():
+        read, whole_model = decoder.pieces.weight_bytes / count, decoder.pieces.plain_bytes
+        log.say(f"{name}: mean depth {statistics.mean(depths[name]):.2f}, weights read {read / whole_model:.3f} of "
+                f"{whole_model / 1e6:.0f} MB a token, {1e3 * seconds[name] / count:.0f} ms of CPU")  # fmt: skip
 
 
 def plain(decoder: Decoder, ids: torch.Tensor) -> int:
@@ -143,7 +183,7 @@ def cost(log: Log, base, works, windows: int, quick: bool) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("part", choices=["agreement", "speculation", "cost"])
+    parser.add_argument("part", choices=["agreement", "river", "speculation", "cost"])
     parser.add_argument("--windows", type=int, default=16, help="of 256 tokens to fit on")
     parser.add_argument("--quick", action="store_true", help="the first setting of each part only")
     parser.add_argument("--threads", type=int, default=1)
@@ -152,7 +192,7 @@ def main() -> int:
     log = Log()
     model, works = texts()
     base = trace(model, (works[0][:24].reshape(2, 12),))
-    {"agreement": agreement, "speculation": speculation, "cost": cost}[arguments.part](
+    {"agreement": agreement, "river": river, "speculation": speculation, "cost": cost}[arguments.part](
         log, base, works, arguments.windows, arguments.quick
     )
     print(f"{len(log.missed)} bars missed")

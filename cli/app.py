@@ -163,7 +163,9 @@ Tokenizer = Annotated[str | None, typer.Option(
     "--tokenizer", metavar="PATH", help="for .onnx: a .hcx or a folder with tokenizer files")]
 
 Policy = Annotated[str | None, typer.Option(
-    "--kv", metavar="POLICY", help="skip blocks after exits; what they cache: recompute, propagate or mask")]
+    "--kv", metavar="POLICY", help="skip blocks after exits; what they cache: recompute, propagate, mask or river")]
+Cheap = Annotated[str | None, typer.Option(
+    "--river", metavar="PIPELINE", help="with --kv river, what makes its blocks cheap: quantize{bits=8}")]
 Drafts = Annotated[int | None, typer.Option(
     "--speculate", metavar="N", min=1, help="draft N tokens with an exit, check them with the rest: greedy text")]
 DraftExit = Annotated[int | None, typer.Option("--exit", metavar="K", help="with --speculate, the exit after K blocks")]
@@ -172,14 +174,14 @@ DraftExit = Annotated[int | None, typer.Option("--exit", metavar="K", help="with
 @app.command()
 def generate(
     context: typer.Context, model: AnyModel, prompt: Prompt, tokens: Tokens = 16, tokenizer: Tokenizer = None,
-    kv: Policy = None, speculate: Drafts = None, at: DraftExit = None,
+    kv: Policy = None, speculate: Drafts = None, at: DraftExit = None, river: Cheap = None,
     arch: Arch = None, dtype: Dtype = None, text: Text = None, inputs: Inputs = None, trust: Trust = False,
     weights: Weights = None,
     json: Json = False, verbose: Verbose = 0,
 ) -> int:
     """Generate text greedily through the cache; with exits, --kv and --speculate skip work."""
     return _run(context, json, verbose, model=model, prompt=prompt, tokens=tokens, tokenizer=tokenizer,
-                kv=kv, speculate=speculate, at=at,
+                kv=kv, speculate=speculate, at=at, river=river,
                 arch=arch, dtype=dtype, text=text, inputs=inputs, trust=trust, weights=weights)
 
 

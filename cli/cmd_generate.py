@@ -42,6 +42,7 @@ def generate(
     kv: str | None = None,
     speculate: int | None = None,
     at: int | None = None,
+    river: str | None = None,
     progress: Progress = silent,
     **source: Any,
 ) -> Result:
@@ -51,17 +52,18 @@ def generate(
         model: a MODEL argument, or an ``.onnx`` file of ``hcx export``.
         tokens: most tokens to add; generation ends at the model's end-of-text token.
         tokenizer: for ``.onnx``: a ``.hcx`` folder or a folder with tokenizer files; by default those beside the file.
-        kv: run a model with exits in pieces, so that blocks after an exit are skipped; ``recompute``, ``propagate`` or
-            ``mask`` says what later blocks get, see :mod:`hcx.passes.exits.runtime`.
+        kv: run a model with exits in pieces, so that blocks after an exit are skipped; ``recompute``, ``propagate``,
+            ``mask`` or ``river`` says what later blocks get, see :mod:`hcx.passes.exits.runtime`.
         speculate: so many tokens are drafted by an exit, and checked by the rest of the model in one batch.
         at: blocks before the exit that drafts; default: the last exit.
+        river: of ``kv=river``: the pipeline that makes the cheap blocks; default: :data:`hcx.passes.exits.RIVER`.
         source: options of :func:`hcx.cli.opening.open_program`.
 
     Raises:
         SourceError: there is no tokenizer.
         UsageError: the model does not take token ids, or has no exits where pieces are asked for.
     """
-    _check(kv, speculate, at)
+    _check(kv, speculate, at, river)
     is_onnx = model.endswith(".onnx") or (Path(model) / "model.onnx").is_file()
     if is_onnx and (kv or speculate):
         raise UsageError("an .onnx file is one piece", where="--kv" if kv else "--speculate",
@@ -74,7 +76,7 @@ def generate(
     stop = getattr(words, "eos_token_id", None)
     told: dict[str, Any] = {}
     if kv or speculate:
-        all_ids, told = _in_pieces(decoder, ids, tokens, stop, kv, speculate, at)
+        all_ids, told = _in_pieces(decoder, ids, tokens, stop, kv, speculate, at, river)
         depths = told.get("depths", [])
     else:
         all_ids, depths = _decode(decoder, ids, tokens, stop)
@@ -185,10 +187,12 @@ def _decode(decoder: _Decoder, ids: list[int], tokens: int, stop: int | None) ->
     return found[0].tolist(), depths
 
 
-def _check(kv: str | None, speculate: int | None, at: int | None) -> None:
+def _check(kv: str | None, speculate: int | None, at: int | None, river: str | None) -> None:
     """Options that do not go together."""
-    if kv is not None and kv not in ("recompute", "propagate", "mask"):
-        raise UsageError(f"there is no policy `{kv}`", where="--kv", hint="recompute, propagate or mask")
+    if kv is not None and kv not in ("recompute", "propagate", "mask", "river"):
+        raise UsageError(f"there is no policy `{kv}`", where="--kv", hint="recompute, propagate, mask or river")
+    if river is not None and kv != "river":
+        raise UsageError("--river says what the cheap blocks are", where="--river", hint="--kv river")
     if speculate and kv not in (None, "recompute"):
         raise UsageError(f"--speculate checks every draft, so it does not go with --kv {kv}", where="--kv",
                          hint="leave out one of them")  # fmt: skip
@@ -204,13 +208,14 @@ def _in_pieces(
     kv: str | None,
     speculate: int | None,
     at: int | None,
+    river: str | None,
 ) -> tuple[list[int], dict[str, Any]]:
     """All ids, and what the run took; operations are counted in a second run, so that the seconds are those of the first."""
     import torch
     from hcx.passes.exits import Decoder
     from hcx.passes.exits import speculate as speculated
 
-    pieces = Decoder(decoder.program, kv or "recompute")
+    pieces = Decoder(decoder.program, kv or "recompute", river=river)
     prompt = torch.tensor([ids])
 
     def run() -> Any:
@@ -233,6 +238,7 @@ def _in_pieces(
         }
     else:
         told["depths"] = made.depths[0].tolist()
+        told["net_bytes"] = made.net_bytes
         told["exits"] = {str(k): told["depths"].count(k) for k in (*pieces.places, pieces.depth)}
     return made.tokens[0].tolist(), told
 
@@ -247,4 +253,5 @@ def _told(told: dict[str, Any]) -> str:
     else:
         text = (f"\n\n{told['accepted']} of {told['drafted']} drafts accepted ({told['acceptance']:.0%}), "
                 f"checked in {told['rounds']} rounds")  # fmt: skip
-    return f"{text}\noperations, heads included: {told['net_flops']:.3f} of those without exits (kv={told['kv']})"
+    text += f"\noperations, heads included: {told['net_flops']:.3f} of those without exits (kv={told['kv']})"
+    return text + (f"\nbytes of weights read: {told['net_bytes']:.3f} of those" if "net_bytes" in told else "")

@@ -15,6 +15,7 @@ from hcx.cli import generate, inspect
 from hcx.cli.console import corrected_command
 from hcx.cli.main import main
 from hcx.cli.opening import program_of
+from hcx.passes.exits import Decoder
 
 from tests.conftest import tiny_llama
 
@@ -270,7 +271,7 @@ def test_generate_in_pieces_skips_and_drafts(folder, artefact, call, tmp_path):
     assert data["exits"] == {k: whole["depths"].count(int(k)) for k in ("2", "4", "6")} and data["exits"]["6"] < 12
     assert data["mean_depth"] == whole["mean_depth"] and 0.5 < data["net_flops"] < 1.3
     code, out, _ = call("generate", place, "--prompt", PROMPT, "-n", 12, "--kv", "mask")
-    assert code == 0 and "tokens that left" in out and "kv=mask" in out
+    assert code == 0 and "tokens that left" in out and "kv=mask" in out and "weights read" in out
 
     code, out, _ = call("generate", place, "--prompt", PROMPT, "-n", 12, "--speculate", 3, "--exit", 4, "--json")
     data = json.loads(out)
@@ -281,8 +282,16 @@ def test_generate_in_pieces_skips_and_drafts(folder, artefact, call, tmp_path):
     code, out, _ = call("generate", artefact, "--prompt", PROMPT, "-n", 6, "--kv", "propagate", "--json")
     assert code == 0 and json.loads(out)["ids"] == eager_words(folder, 6), "a loop is in one piece with its window"
 
+    pipeline = "quantize{bits=2}"
+    code, out, _ = call("generate", place, "--prompt", PROMPT, "-n", 12, "--kv", "river", "--river", pipeline, "--json")
+    made = Decoder(program_of(str(place)), "river", river=pipeline).generate(torch.tensor([ids]), 12)
+    data = json.loads(out)
+    assert code == 0 and data["ids"] == made.tokens[0, len(ids) :].tolist() and data["exits"]["6"] < 12
+    assert data["depths"] == made.depths[0].tolist() and data["net_bytes"] == made.net_bytes < 1
+
     for wrong, word in (
         ([place, "--kv", "copy"], "policy"),
+        ([place, "--kv", "mask", "--river", "quantize"], "--kv river"),
         ([place, "--kv", "mask", "--speculate", 3], "does not go with"),
         ([place, "--exit", 4], "--speculate 4"),
         ([folder, "--kv", "mask"], "not said where"),

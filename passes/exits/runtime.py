@@ -6,6 +6,8 @@ Later tokens attend to keys and values of this one in every block, also in those
   on. Exact: logits are those of the select form.
 - ``propagate``: keys and values of skipped blocks come from the stream at the exit, as in ``exits{form=cond}``.
 - ``mask``: skipped blocks get nothing; later tokens do not see this one there.
+- ``river``: a token that left goes on through cheap copies of the later blocks, which write into the same cache; see
+  :mod:`hcx.passes.exits.river`. What comes at their end is its answer.
 
 Rows of a batch do not depend on each other. A batch goes on while one of its rows does.
 
@@ -22,10 +24,11 @@ import torch
 from hcx.rewrite.errors import UsageError
 from hcx.rewrite.program import Program
 
+from .river import RIVER, River
 from .segments import Named, Segments, without_cache
 
-KV = ("recompute", "propagate", "mask")
-Policy = Literal["recompute", "propagate", "mask"]
+KV = ("recompute", "propagate", "mask", "river")
+Policy = Literal["recompute", "propagate", "mask", "river"]
 
 
 @dataclass
@@ -34,7 +37,7 @@ class Step:
 
     Attributes:
         logits: of the last token, ``[batch, classes]``.
-        depth: blocks that each row's last token took, ``[batch]``.
+        depth: blocks that each row's last token took, ``[batch]``; with a river those in full precision.
         scores: of each exit that was asked, by its number of blocks, ``[batch]`` each.
     """
 
@@ -52,6 +55,8 @@ class Generated:
         depths: blocks of each new token, ``[batch, new]``.
         logits: that each new token was chosen from, ``[batch, new, classes]``.
         flops: operations counted, and ``plain``: those of the same calls without exits; 0 where they are not counted.
+        weight_bytes, plain_bytes: of the weights that calls read as they are stored, counted or not. A call reads a weight
+            once for all its rows.
     """
 
     tokens: torch.Tensor
@@ -59,11 +64,18 @@ class Generated:
     logits: torch.Tensor
     flops: int = 0
     plain: int = 0
+    weight_bytes: int = 0
+    plain_bytes: int = 0
 
     @property
     def net(self) -> float | None:
         """Operations over those without exits."""
         return self.flops / self.plain if self.plain else None
+
+    @property
+    def net_bytes(self) -> float:
+        """Bytes of weights over those without exits."""
+        return self.weight_bytes / self.plain_bytes
 
 
 class Decoder:
@@ -73,16 +85,34 @@ class Decoder:
         program: takes ``input_ids`` and a cache; with exits in select form. Tensors, thresholds too, are shared.
         kv: what later blocks get of tokens that left.
         count: count floating-point operations while running, which takes some time itself.
+        river: of ``kv=river``: the same Program with cheaper blocks, or the pipeline that makes it; default:
+            :data:`~hcx.passes.exits.river.RIVER`, int4 codes rounded to nearest.
+        answer: of ``kv=river``: a token that left is answered by the model's head at the river's ``end`` (default), or by
+            its ``exit``.
 
     Raises:
-        UsageError: no tokens, cache or exits, or a cache that the policy cannot have.
+        UsageError: no tokens, cache or exits, a cache that the policy cannot have, or a river that does not fit.
+        NoMatchError: the pipeline of the river finds nothing to change.
     """
 
-    def __init__(self, program: Program, kv: Policy = "recompute", *, count: bool = False):
+    def __init__(
+        self,
+        program: Program,
+        kv: Policy = "recompute",
+        *,
+        count: bool = False,
+        river: Program | str | None = None,
+        answer: Literal["end", "exit"] | None = None,
+    ):
         if kv not in KV:
             raise UsageError(f"there is no policy `{kv}`", where="kv", hint="one of " + ", ".join(KV))
-        self.kv = kv
+        if kv != "river" and (river is not None or answer is not None):
+            raise UsageError(f"`{kv}` has no river", where="river" if river is not None else "answer", hint="kv=river")
+        if answer not in (None, "end", "exit"):
+            raise UsageError(f"there is no answer at the `{answer}`", where="answer", hint="end or exit")
+        self.kv, self.at_exit = kv, kv != "river" or answer == "exit"
         self.pieces = Segments(program, count=count, fill=kv == "propagate")
+        self.river = River(self.pieces, RIVER if river is None else river) if kv == "river" else None
         self.places, self.depth = self.pieces.places, self.pieces.depth
         if kv == "mask" and (states := self.pieces.states()):
             raise UsageError(f"`{states[0]}` is a state: it cannot lack a token", where="kv", hint="kv=recompute")
@@ -107,8 +137,8 @@ class Decoder:
         Args:
             ids: ``[batch, n]``.
             mask: ``[batch, n]``, 0 where a token is padding; positions count the others.
-            leave: whether the last token may leave. By default it may; with ``propagate`` and ``mask`` the first call, the
-                prompt, runs in full, and only calls of one token leave.
+            leave: whether the last token may leave. By default it may; with other policies than ``recompute`` the first
+                call, the prompt, runs in full, and only calls of one token leave.
         """
         exact = self.kv == "recompute"
         leave = (exact or self.length > 0) if leave is None else leave
@@ -120,18 +150,20 @@ class Decoder:
         for number in range(len(self.places) + 1):
             self._advance(number, known, left)
             if number == len(self.places):
-                late = self.pieces.tell(number, known)[:, -1]
-                logits = late if logits is None else torch.where(left[:, None], logits, late)
-            elif leave and (exact or ids.shape[1] == 1):
+                if logits is None or not bool(left.all()):
+                    late = self.pieces.tell(number, known)[:, -1]
+                    logits = late if logits is None else torch.where(left[:, None], logits, late)
+            elif leave and (exact or ids.shape[1] == 1) and not bool(left.all()):
                 k = self.places[number]
                 known |= self.pieces.ask(number, known)
                 step.scores[k] = known[f"score.{k}"][:, -1]
                 fire = (step.scores[k] >= self.pieces.threshold(number)) & ~left
                 if bool(fire.any()):
-                    early = self.pieces.tell(number, known)[:, -1]
-                    logits = early if logits is None else torch.where(fire[:, None], early, logits)
+                    if self.at_exit:
+                        early = self.pieces.tell(number, known)[:, -1]
+                        logits = early if logits is None else torch.where(fire[:, None], early, logits)
                     step.depth, left = torch.where(fire, k, step.depth), left | fire
-                if bool(left.all()):
+                if bool(left.all()) and self.river is None:
                     self._skip(number + 1, known)
                     break
         step.logits = logits
@@ -157,6 +189,9 @@ class Decoder:
             self.catch_up(number, known)
         elif self.kv == "propagate":
             self._propagated(number, known, left)
+        elif self.river is not None:
+            new = known[self.pieces.tokens].shape[1]
+            known |= self.river.run(number, known, self.positions[:, -new:], self.mask, left)
         else:
             self._masked(number, known, left)
 
@@ -240,7 +275,7 @@ class Decoder:
             pick: from logits ``[batch, classes]`` to tokens ``[batch]``; default: the likeliest. See :func:`sampler`.
         """
         self.reset()
-        before = self.pieces.flops
+        before, read = self.pieces.flops, self.pieces.weight_bytes
         tokens, done, depths, logits = ids, torch.zeros(ids.shape[0], dtype=torch.bool), [], []
         step = self.feed(ids, mask=mask)
         while True:
@@ -253,9 +288,16 @@ class Decoder:
             if len(depths) == steps or bool(done.all()):
                 break
             step = self.feed(new[:, None])
-        flops = self.pieces.flops - before
-        plain = self.plain_flops(ids, len(depths)) if self.pieces.count else 0
-        return Generated(tokens, torch.stack(depths, 1), torch.stack(logits, 1), flops, plain)
+        made = Generated(
+            tokens,
+            torch.stack(depths, 1),
+            torch.stack(logits, 1),
+            flops=self.pieces.flops - before,
+            weight_bytes=self.pieces.weight_bytes - read,
+            plain_bytes=len(depths) * self.pieces.plain_bytes,
+        )
+        made.plain = self.plain_flops(ids, len(depths)) if self.pieces.count else 0
+        return made
 
     def plain_flops(self, ids: torch.Tensor, steps: int) -> int:
         """Operations of the same calls without exits: one head a call, in the prompt too.

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 
 import torch
-from hcx.rewrite.dataflow import Dataflow
+from hcx.rewrite.dataflow import Dataflow, op_name
 from hcx.rewrite.errors import UsageError
 from hcx.rewrite.flops import counter
 from hcx.rewrite.pieces import cut
@@ -31,10 +31,11 @@ class Piece:
     Attributes:
         length: tokens in its cache.
         takes: inputs that earlier pieces give, and the tokens.
+        weight_bytes: what one call reads of its tensors, see :func:`weight_bytes`.
     """
 
     def __init__(self, program: Program, given: set[str]):
-        self.program = program
+        self.program, self.weight_bytes = program, weight_bytes(program)
         self.takes = [i.name for i in program.inputs if i.name in given]
         self.forget()
 
@@ -74,7 +75,7 @@ class Segments:
 
     Attributes:
         places: blocks before each exit; ``depth``: blocks of the model.
-        flops: operations counted so far.
+        flops: operations counted so far; ``weight_bytes``: of the weights that calls have read, counted or not.
 
     Raises:
         UsageError: no tokens, cache or exits; a value that crosses does not belong to single tokens.
@@ -84,7 +85,7 @@ class Segments:
         if decodes and not (program.signature.tokens and program.signature.has_cache):
             raise UsageError("decoding in pieces needs a model that takes `input_ids` and a cache",
                              where=program.signature.model, hint="trace it with use_cache=True")  # fmt: skip
-        self.program, self.count, self.flops = program, count, 0
+        self.program, self.count, self.flops, self.weight_bytes = program, count, 0, 0
         layout = layout_of(program)
         if missing := [k for k in layout.places if k not in layout.heads]:
             raise UsageError(f"there is no exit after {missing[0]} blocks", where=program.signature.model)
@@ -141,17 +142,25 @@ class Segments:
         """Cache slots of fixed size, which do not hold one entry a token."""
         return [s.name for p in self.segments for s in p.slots if "past" not in s.shape]
 
+    @property
+    def plain_bytes(self) -> int:
+        """Bytes of weights that a call reads without exits: every segment, and the model's head."""
+        return sum(p.weight_bytes for p in (*self.segments, self.heads[-1]))
+
     # ---- running
 
-    def call(self, piece: Piece, given: Named, positions: torch.Tensor, seen: torch.Tensor) -> Named:
+    def call(
+        self, piece: Piece, given: Named, positions: torch.Tensor, seen: torch.Tensor, cache: Named | None = None
+    ) -> Named:
         """Run a piece without keeping its cache.
 
         Args:
             given: what it takes, for its new tokens.
             positions: of the new tokens, ``[batch, n]``.
             seen: which tokens may be attended to, ``[batch, length + n]``.
+            cache: of earlier tokens; default: the piece's own.
         """
-        named = {**piece.cache, **{n: given[n] for n in piece.takes}}
+        named = {**(piece.cache if cache is None else cache), **{n: given[n] for n in piece.takes}}
         for spec in piece.program.inputs:
             if spec.fill == "positions":
                 named[spec.name] = positions.contiguous()
@@ -162,6 +171,7 @@ class Segments:
             found = piece.program.run_flat(flat)
         if self.count:
             self.flops += counted.get_total_flops()
+        self.weight_bytes += piece.weight_bytes
         return dict(zip(piece.program.output_names, found, strict=True))
 
     def run(self, number: int, given: Named, positions: torch.Tensor, seen: torch.Tensor) -> Named:
@@ -189,6 +199,19 @@ class Segments:
 def without_cache(found: Named) -> Named:
     """Results that are not the cache."""
     return {n: t for n, t in found.items() if not n.startswith("present.")}
+
+
+def weight_bytes(program: Program) -> int:
+    """Bytes of the tensors that one call reads as they are stored, packed codes as codes; tied ones once.
+
+    A lookup reads the rows of its tokens alone, which are not counted.
+    """
+    found: dict[int, int] = {}
+    for node in program.graph.nodes:
+        if node.op == "get_attr" and not all(op_name(u) == "embedding" and u.args[0] is node for u in node.users):
+            tensor = program.tensor(node.target)
+            found[id(tensor)] = tensor.nbytes
+    return sum(found.values())
 
 
 def add_fills(layout: Layout) -> list[dict[str, str]]:
