@@ -200,7 +200,7 @@ def env(context: typer.Context, json: Json = False, verbose: Verbose = 0) -> int
     return _run(context, json, verbose)
 
 
-exits = typer.Typer(help="Fit exits, and choose the thresholds they leave from.", no_args_is_help=True)
+exits = typer.Typer(help="Fit exits, choose the thresholds they leave from, and cut a model at them.", no_args_is_help=True)
 app.add_typer(exits, name="exits")
 Corpus = Annotated[str, typer.Option("--text", metavar="FILE", help="UTF-8 text, read in windows", show_default=False)]
 Replaced = Annotated[str | None, typer.Option("-o", "--output", metavar="NEW.hcx", help="else OUT.hcx with --overwrite")]
@@ -235,3 +235,16 @@ def calibrate(
     return _run(context, json, verbose, artefact=artefact, text=text, held_out=held_out, budget=budget,
                 agreement=agreement, risk=risk, method=method, confidence=confidence, output=output,
                 overwrite=overwrite, length=length, weights=weights)
+
+
+Pieces = Annotated[str, typer.Option(
+    "-o", "--output", metavar="FOLDER", help="gets piece-0.hcx, piece-1.hcx, ...", show_default=False)]
+
+
+@exits.command()
+def split(
+    context: typer.Context, artefact: shared.Artefact, output: Pieces, overwrite: Overwrite = False,
+    weights: Weights = None, json: Json = False, verbose: Verbose = 0,
+) -> int:
+    """Cut at the exits into pieces that a host runs one after the other, each a .hcx folder."""
+    return _run(context, json, verbose, artefact=artefact, output=output, overwrite=overwrite, weights=weights)

@@ -1,13 +1,14 @@
-"""``hcx exits``: fit what exits have of their own, and choose their thresholds; each writes a ``.hcx`` folder."""
+"""``hcx exits``: fit what exits have of their own, choose their thresholds, and cut a model at them."""
 
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hcx.rewrite.errors import UsageError
 
-from .opening import check_artefact, check_output, read_text
+from .opening import check_artefact, check_output, folder_bytes, read_text
 from .result import Progress, Result, silent
 
 if TYPE_CHECKING:
@@ -118,6 +119,43 @@ def calibrate(
     return _saved(new, target, overwrite, data, _calibration_text(data), started, progress)
 
 
+def split(
+    artefact: str,
+    *,
+    output: str,
+    overwrite: bool = False,
+    weights: str | None = None,
+    progress: Progress = silent,
+) -> Result:
+    """Write the pieces that a host runs one after the other; see :func:`hcx.passes.exits.save_pieces`.
+
+    Args:
+        artefact: a ``.hcx`` folder whose Program has exits in select form.
+        output: folder to write, with ``piece-0.hcx`` and so on in it.
+
+    Raises:
+        UsageError: no exits that can be cut at, or an output that exists.
+        ContractError: the pieces compute something else than the whole.
+    """
+    check_artefact(artefact)
+    started = time.perf_counter()
+    from hcx.passes.exits import save_pieces
+    from hcx.passes.exits.saved import LIST
+
+    check_output(output, overwrite=overwrite, replaceable=LIST)
+    progress(f"opening {artefact}")
+    from hcx.rewrite import load
+
+    program = load(artefact, weights=weights)
+    progress(f"cutting, writing and checking {output}")
+    data = {"output": output, **save_pieces(program, output, overwrite=overwrite)}
+    data.pop("format")
+    for piece in data["pieces"]:
+        piece["bytes"] = folder_bytes(Path(output) / piece["file"])
+    data["seconds"] = time.perf_counter() - started
+    return Result(data, f"{output}\n\n{_pieces_text(data['pieces'])}\n\n{data['seconds']:.1f} s")
+
+
 def _open(
     artefact: str, output: str | None, overwrite: bool, weights: str | None, progress: Progress
 ) -> tuple[Program, str]:
@@ -188,3 +226,18 @@ def _calibration_text(data: dict[str, Any]) -> str:
     if data["useless"]:
         lines.append(f"useless: less than 5 % leave at {', '.join(map(str, data['useless']))}")
     return "\n".join([*lines, *([data["note"]] if data["note"] else [])])
+
+
+def _pieces_text(pieces: list[dict[str, Any]]) -> str:
+    lines = []
+    for piece in pieces:
+        if "exit" not in piece:
+            leaving = "the rest"
+        else:
+            limit = piece["threshold"]
+            leaving = f"to the exit after {piece['exit']} blocks, " + (
+                "never leaves" if limit is None else f"leaves from {limit:.4g}"
+            )
+        lines.append(f"{piece['file']}  {piece['bytes'] / 1e6:8.2f} MB  {leaving}")
+        lines += [f"    {word} {', '.join(piece[word])}" for word in ("takes", "gives")]
+    return "\n".join(lines)

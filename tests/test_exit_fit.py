@@ -466,4 +466,4 @@ def test_bad_command_lines_say_what_to_do(folder, arguments, said, capsys, monke
 def test_the_functions_have_the_commands_names():
     from hcx.cli import exits
 
-    assert exits.fit.__name__ == "fit" and exits.calibrate.__name__ == "calibrate"
+    assert all(getattr(exits, name).__name__ == name for name in ("fit", "calibrate", "split"))

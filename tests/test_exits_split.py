@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
+from hcx.cli.main import main
 from hcx.export import OnnxSession, to_onnx
 from hcx.passes import Exits
-from hcx.passes.exits import split
-from hcx.rewrite import PlanError, UsageError, load, trace
+from hcx.passes.exits import save_pieces, set_thresholds, split
+from hcx.rewrite import ContractError, PlanError, UsageError, load, trace
 from hcx.rewrite.pieces import cut
 from hcx.rewrite.testing import tiny_decoder
 from torch import nn
@@ -188,6 +191,75 @@ def test_pieces_are_saved_and_exported(exits, llama, tmp_path, max_diff):
     sizes = [sum(t.numel() for _, t in p.named_parameters()) for p in loaded]
     whole = sum(p.numel() for p in exits.parameters())
     assert max(sizes) < 0.6 * whole
+
+
+# ---- on disk
+
+
+@pytest.fixture(scope="module")
+def ready(exits, tmp_path_factory):
+    """A folder with the whole; one of its exits leaves from a score on, the other one never."""
+    place = tmp_path_factory.mktemp("pieces") / "ready.hcx"
+    set_thresholds(exits, {2: 0.25}).save(place)
+    return place
+
+
+def test_the_command_writes_pieces_that_verify_and_make_the_whole(ready, llama, tmp_path, capsys):
+    capsys.readouterr()
+    assert main(["exits", "split", str(ready), "-o", str(tmp_path / "pieces"), "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert [p["file"] for p in data["pieces"]] == ["piece-0.hcx", "piece-1.hcx", "piece-2.hcx"] and data["depth"] == 6
+    assert [(p.get("exit"), p.get("threshold")) for p in data["pieces"]] == [(2, 0.25), (4, None), (None, None)]
+    listed = json.loads((tmp_path / "pieces" / "pieces.json").read_text())
+    assert [p["takes"] for p in listed["pieces"]] == [p["takes"] for p in data["pieces"]]
+    assert listed["pieces"][1]["takes"][0] == "stream.2" and "score.4" in listed["pieces"][1]["gives"]
+    pieces = [load(tmp_path / "pieces" / p["file"]) for p in data["pieces"]]
+    ids = llama.ids(2, 9)
+    found = chained(pieces, {"input_ids": ids})
+    with torch.no_grad():
+        assert torch.equal(found["logits"], llama.model(ids).logits), "the rest knows of no exits"
+    assert main(["verify", str(tmp_path / "pieces" / "piece-1.hcx")]) == 0
+    capsys.readouterr()
+    assert main(["exits", "split", str(ready), "-o", str(tmp_path / "pieces"), "--overwrite"]) == 0
+    out = capsys.readouterr().out
+    assert "leaves from 0.25" in out and "never leaves" in out and "the rest" in out
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["pieces"], "no partial folder is left"
+
+
+def test_the_command_refuses(ready, llama, tmp_path, capsys):
+    (tmp_path / "mine").mkdir()
+    llama.program.rewrite("looped{start=1,end=3}", check=False).save(tmp_path / "plain.hcx")
+    for source, target, options, said in (
+        (ready, tmp_path / "mine", [], "exists"),
+        (ready, tmp_path / "mine", ["--overwrite"], "was not written by hcx"),
+        (tmp_path / "mine", tmp_path / "new", [], "not a folder written by hcx rewrite"),
+        (tmp_path / "plain.hcx", tmp_path / "new", [], "not said where to cut"),
+    ):
+        capsys.readouterr()
+        code = main(["exits", "split", str(source), "-o", str(target), *options, "--json"])
+        data = json.loads(capsys.readouterr().out)
+        assert code == 2 and said in data["what"] and data["try"], data
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["mine", "plain.hcx"]
+
+
+def test_pieces_that_compute_something_else_are_not_written(exits, tmp_path, monkeypatch):
+    from hcx.passes.exits import saved
+
+    def changed(path):
+        piece = load(path)
+        for name, tensor in piece.named_tensors():
+            if name.endswith("layers.4.mlp.down_proj.weight"):
+                tensor.data.mul_(1.001)
+        return piece
+
+    monkeypatch.setattr(saved, "load", changed)
+    with pytest.raises(ContractError, match="another `"):
+        save_pieces(exits, tmp_path / "pieces")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "pieces").mkdir()
+    for options, said in (({}, "exists"), ({"overwrite": True}, "holds no pieces")):
+        with pytest.raises(UsageError, match=said):
+            save_pieces(exits, tmp_path / "pieces", **options)
 
 
 def test_refusals(llama, exits):

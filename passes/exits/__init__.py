@@ -9,6 +9,7 @@ from .fit import Fit, fit
 from .hypotheses import error_rate, hypothesis_posterior, spelled
 from .river import RIVER, River
 from .runtime import Decoder, Generated, Step, sampler
+from .saved import save_pieces
 from .seq2seq import Decoded, EncoderExits
 from .skipping import Skipping
 from .speculate import Speculated, speculate
@@ -40,6 +41,7 @@ __all__ = [
     "hypothesis_posterior",
     "measure",
     "sampler",
+    "save_pieces",
     "set_thresholds",
     "speculate",
     "spelled",
