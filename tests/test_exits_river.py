@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from hcx.passes import Exits
-from hcx.passes.exits import Decoder, drift, set_thresholds, token_batches, within_budget
+from hcx.passes.exits import Decoder, River, drift, set_thresholds, token_batches, within_budget
 from hcx.rewrite import NoMatchError, UsageError, load, trace
 from hcx.rewrite.generation import greedy
 from torch.nn import functional as F
@@ -192,9 +192,8 @@ def test_the_river_is_a_pipeline_or_a_program_of_ones_own(llama, exits, tmp_path
     ids, pipeline = llama.ids(2, 12), "quantize{bits=3,group=16}"
     leaving(program, -1.0, torch.inf)
     expected = plainly(quantised(llama.model, 2, bits=3, group=16), ids)
-    made = program.rewrite(pipeline, check=False)
-    made.save(tmp_path / "river.hcx")
-    for river in (pipeline, made, load(tmp_path / "river.hcx")):
+    program.rewrite(pipeline, check=False).save(tmp_path / "river.hcx")
+    for river in (pipeline, load(tmp_path / "river.hcx")):
         got, _ = fed(Decoder(program, "river", river=river), ids, leave=True)
         assert max_diff(got, expected) <= NEAR, river
 
@@ -267,8 +266,8 @@ def test_drift_is_the_cosine_of_hidden_states_and_limits_exits(llama, exits, riv
     assert limited.history[-1]["drift"]["within"] == [4]
 
 
-def test_refusals(llama, exits):
-    program, _ = exits
+def test_refusals(llama, exits, river):
+    program, pieces = exits[0], river.pieces
     with pytest.raises(UsageError, match="has no river"):
         Decoder(program, "mask", river="quantize")
     with pytest.raises(UsageError, match="has no river"):
@@ -278,17 +277,15 @@ def test_refusals(llama, exits):
     with pytest.raises(UsageError, match="not said where"):
         Decoder(llama.program, "river")
     with pytest.raises(UsageError, match=r"exits at \[3\]"):
-        Decoder(program, "river", river=llama.program.rewrite(Exits(at=(3,)), check=False))
+        River(pieces, llama.program.rewrite(Exits(at=(3,)), check=False))
     with pytest.raises(NoMatchError, match="nothing to change"):
         Decoder(program.rewrite("quantize{bits=8}", check=False), "river")
 
     other = trace(tiny_llama(num_key_value_heads=4), (llama.ids(2, 12),)).rewrite("exits{at=[2,4]}", check=False)
     with pytest.raises(UsageError, match="past_key_values.2.key"):
-        Decoder(program, "river", river=other)
+        River(pieces, other)
     with pytest.raises(UsageError, match="embed_tokens.weight` has other values"):
-        Decoder(
-            program, "river", river=with_other_values(program.rewrite("quantize", check=False), "embed_tokens.weight")
-        )
+        River(pieces, with_other_values(program.rewrite("quantize", check=False), "embed_tokens.weight"))
     lora = llama.program.rewrite("exits{at=[2,4]},lora{rank=2}", check=False)
     with pytest.raises(UsageError, match="q_proj.A` has other values"):
         Decoder(lora, "river", river=with_other_values(lora.rewrite("quantize", check=False), ".A"))
