@@ -330,10 +330,15 @@ def test_exits_are_found_again_behind_other_passes(llama, before, score, tmp_pat
     number = 1 if before.startswith("exits") else 0
     calls = batches(llama, program, 1, 15)
     new, report = fit(program, calls, skip=1)
-    assert len(report.fitted) == {"probe": 8, "palbert": 6}[score] and all(n.startswith(f"hcx.exits_{number}.") for n in report.fitted)
+    assert len(report.fitted) == {"probe": 8, "palbert": 6}[score] and all(
+        n.startswith(f"hcx.exits_{number}.") for n in report.fitted
+    )
     assert all(report.agreement[k] > report.before[k] for k in ("2", "4")), report
     costs = exit_costs(new, calls[0])
-    assert costs.leave[0] < costs.leave[1] < costs.leave[2] and 1 <= costs.relative()[-1] < {"probe": 1.02, "palbert": 2}[score]
+    assert (
+        costs.leave[0] < costs.leave[1] < costs.leave[2]
+        and 1 <= costs.relative()[-1] < {"probe": 1.02, "palbert": 2}[score]
+    )
     with torch.no_grad():
         assert torch.equal(new.run_flat(calls[0])[0], program.run_flat(calls[0])[0])
 

@@ -147,6 +147,21 @@ def test_generating_with_exact_caches_is_greedy_decoding_of_the_select_form(llam
     )
 
 
+def test_thresholds_fall_along_a_text(llama, exits, max_diff):
+    program, threshold = exits
+    ids, logits = llama.ids(3, 24), exit_logits(llama.model, llama.ids(3, 24), PLACES)
+    limits = threshold * (0.9 + 0.1 * torch.exp(-4 * torch.arange(24) / 12))  # token 0 answers the first call
+    expected, depths = logits[-1], torch.full(ids.shape, 6)
+    for k, here in ((4, logits[1]), (2, logits[0])):
+        fire = here.softmax(-1).amax(-1) >= limits
+        expected, depths = torch.where(fire[..., None], here, expected), torch.where(fire, k, depths)
+    got, found = fed(Decoder(program, decay=12), ids)
+    assert torch.equal(found, depths) and max_diff(got, expected) <= NEAR
+    assert not torch.equal(fed(Decoder(program), ids)[1], depths)
+    with pytest.raises(UsageError, match="decay"):
+        Decoder(program, decay=0)
+
+
 def test_sampling_draws_from_the_softmax_over_the_temperature():
     logits = torch.tensor([[1.0, 0.0, -1.0]]).repeat(20000, 1)
     drawn = sampler(0.5, torch.Generator().manual_seed(0))(logits)

@@ -16,6 +16,7 @@ Source: methods note on exits, sections 4 and 7.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -89,6 +90,8 @@ class Decoder:
             :data:`~hcx.passes.exits.river.RIVER`, int4 codes rounded to nearest.
         answer: of ``kv=river``: a token that left is answered by the model's head at the river's ``end`` (default), or by
             its ``exit``.
+        decay: thresholds fall along a text of so many new tokens (CALM), see :func:`decayed`: a wrong token matters less
+            the later it is, as fewer tokens build on it. None keeps them.
 
     Raises:
         UsageError: no tokens, cache or exits, a cache that the policy cannot have, or a river that does not fit.
@@ -103,6 +106,7 @@ class Decoder:
         count: bool = False,
         river: Program | str | None = None,
         answer: Literal["end", "exit"] | None = None,
+        decay: int | None = None,
     ):
         if kv not in KV:
             raise UsageError(f"there is no policy `{kv}`", where="kv", hint="one of " + ", ".join(KV))
@@ -110,6 +114,9 @@ class Decoder:
             raise UsageError(f"`{kv}` has no river", where="river" if river is not None else "answer", hint="kv=river")
         if answer not in (None, "end", "exit"):
             raise UsageError(f"there is no answer at the `{answer}`", where="answer", hint="end or exit")
+        if decay is not None and decay < 1:
+            raise UsageError(f"decay={decay}", where="decay", hint="the most tokens that are added, 1 or more")
+        self.decay = decay
         self.kv, self.at_exit = kv, kv != "river" or answer == "exit"
         self.pieces = Segments(program, count=count, fill=kv == "propagate")
         self.river = River(self.pieces, RIVER if river is None else river) if kv == "river" else None
@@ -123,6 +130,8 @@ class Decoder:
         for piece in self.pieces.segments:
             piece.forget()
         self.mask = self.positions = torch.zeros(0, 0, dtype=torch.int64)
+        self.prompt = 0
+        """Length of the first call."""
         self.stock: dict[str, tuple[int, torch.Tensor]] = {}
         self.seen: list[torch.Tensor | None] = [None] * len(self.pieces.segments)
 
@@ -142,6 +151,7 @@ class Decoder:
         """
         exact = self.kv == "recompute"
         leave = (exact or self.length > 0) if leave is None else leave
+        self.prompt = self.prompt or ids.shape[1]
         self.extend(ids, mask)
         known: Named = {self.pieces.tokens: ids}
         left = torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
@@ -157,7 +167,7 @@ class Decoder:
                 k = self.places[number]
                 known |= self.pieces.ask(number, known)
                 step.scores[k] = known[f"score.{k}"][:, -1]
-                fire = (step.scores[k] >= self.pieces.threshold(number)) & ~left
+                fire = (step.scores[k] >= self._threshold(number)) & ~left
                 if bool(fire.any()):
                     if self.at_exit:
                         early = self.pieces.tell(number, known)[:, -1]
@@ -168,6 +178,10 @@ class Decoder:
                     break
         step.logits = logits
         return step
+
+    def _threshold(self, number: int) -> float:
+        limit = self.pieces.threshold(number)
+        return limit if self.decay is None else decayed(limit, self.length - self.prompt, self.decay)
 
     def extend(self, ids: torch.Tensor, mask: torch.Tensor | None = None) -> None:
         """Count tokens in: their mask and positions."""
@@ -316,6 +330,17 @@ class Decoder:
         first, second = counted[1:]
         more = steps - 1
         return counted[0] + more * first + (second - first) * (more * (more - 1) // 2)
+
+
+def decayed(threshold: float, token: int, most: int) -> float:
+    """CALM's falling threshold for new token 0, 1, ... of ``most``: ``tau (0.9 + 0.1 exp(-4 token / most))``.
+
+    Thresholds of at most 0 stay: everybody leaves there, or they are logarithms.
+
+    >>> decayed(0.5, 0, 100), round(decayed(0.5, 50, 100), 4)
+    (0.5, 0.4568)
+    """
+    return threshold * (0.9 + 0.1 * math.exp(-4 * token / most)) if threshold > 0 else threshold
 
 
 def over(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
