@@ -47,7 +47,7 @@ def to_pt2(program: Any, path: str | os.PathLike, *, taps: bool = False, overwri
     with torch.no_grad():
         expected = [dict(zip(named.outputs, program.run_flat([t.clone() for t in f], taps=taps), strict=True))
                     for f in sets]  # fmt: skip
-    exported = _export(program, named)
+    exported = _export(program, named, _example(program, sets))
     _require_dynamic(program, exported)
     with staging(target) as folder:
         file = folder / target.name
@@ -85,10 +85,19 @@ class _Named:
         return dict(zip(self.inputs, flat, strict=True))
 
 
-def _export(program: Any, named: _Named) -> torch.export.ExportedProgram:
+def _example(program: Any, sets: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+    """Inputs whose open sizes are all 2 or more, which torch.export needs to leave them open; a loaded Program's own
+    example starts with an empty cache."""
+    own = list(program.signature.complete(program.examples[0]))
+    axes = [[axis for axis, dim in enumerate(s.shape) if isinstance(dim, str)] for s in program.inputs]
+    large = (f for f in (own, *sets) if all(t.shape[a] > 1 for t, open_axes in zip(f, axes, strict=True) for a in open_axes))
+    return next(large, own)
+
+
+def _export(program: Any, named: _Named, example: list[torch.Tensor]) -> torch.export.ExportedProgram:
     auto = torch.export.Dim.AUTO
     dynamic = [{axis: auto for axis, dim in enumerate(s.shape) if isinstance(dim, str)} for s in program.inputs]
-    example = [t.detach().clone() for t in program.signature.complete(program.examples[0])]
+    example = [t.detach().clone() for t in example]
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
