@@ -84,10 +84,9 @@ def _compared(program: Any, loaded: torch.nn.Module) -> dict[str, Any]:
 def _agreement(program: Any, loaded: torch.nn.Module, limit: float) -> dict[str, Any]:
     inputs = program.check_inputs(3)
     expected = [{n: t for n, t in o.items() if not n.startswith("present.")} for o in outputs(program, inputs)]
-    reference, got = reference_for(program, loaded), []
-    for flat in inputs:
-        tensors = reference([t.clone() for t in flat])
-        got.append(dict(zip(program.output_names[: len(tensors)], tensors, strict=True)))
+    reference = reference_for(program, loaded)
+    own = [reference.named([t.clone() for t in flat]) for flat in inputs]
+    got = [{n: named[n] for n in one} for named, one in zip(own, expected, strict=True)]
     return agree(got, expected, limit)
 
 

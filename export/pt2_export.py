@@ -90,7 +90,9 @@ def _example(program: Any, sets: list[list[torch.Tensor]]) -> list[torch.Tensor]
     example starts with an empty cache."""
     own = list(program.signature.complete(program.examples[0]))
     axes = [[axis for axis, dim in enumerate(s.shape) if isinstance(dim, str)] for s in program.inputs]
-    large = (f for f in (own, *sets) if all(t.shape[a] > 1 for t, open_axes in zip(f, axes, strict=True) for a in open_axes))
+    large = (
+        f for f in (own, *sets) if all(t.shape[a] > 1 for t, open_axes in zip(f, axes, strict=True) for a in open_axes)
+    )
     return next(large, own)
 
 

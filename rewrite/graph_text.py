@@ -5,6 +5,7 @@ Only targets of an allowed list resolve, so a file cannot name arbitrary Python.
 
 from __future__ import annotations
 
+import importlib
 import keyword
 import math
 import operator
@@ -46,13 +47,16 @@ _PYTHON |= {
 }
 _NAMES = {function: name for name, function in _PYTHON.items()}
 _NAMESPACES = {"aten", "prims", "hcx"}
+_ELSEWHERE = {"transformers.grouped_mm_fallback": "transformers.integrations.moe"}
+"""Ops of libraries that hcx itself knows -> the module that registers them."""
 _REFUSED = {"aten.from_file", "aten.set_", "aten.resize_", "aten.set_data"}
 
 
 def allow_ops(namespace: str) -> None:
     """Let graph files use the custom ops of a namespace that is already registered with torch.
 
-    The package that owns the ops must be imported first; hcx never imports a package because a file names it.
+    The package that owns the ops must be imported first; hcx never imports a package because a file names it. The one
+    op of Transformers that its mixtures of experts use by default is known to hcx.
     """
     _NAMESPACES.add(namespace)
 
@@ -87,7 +91,10 @@ def resolve_target(name: str) -> Any:
     parts = name.split(".")
     if len(parts) != 3 or not all(p.isidentifier() for p in parts) or ".".join(parts[:2]) in _REFUSED:
         raise ArtefactError(f"the graph file names `{name}`, which is not an allowed target", where=name)
-    if parts[0] not in _NAMESPACES:
+    home = _ELSEWHERE.get(".".join(parts[:2]))
+    if home is not None:
+        _register(home, name)
+    elif parts[0] not in _NAMESPACES:
         raise ArtefactError(
             f"the graph file uses the op `{name}` of the namespace `{parts[0]}`, which is not allowed",
             where=name,
@@ -98,6 +105,18 @@ def resolve_target(name: str) -> Any:
     if not isinstance(overload, torch._ops.OpOverload):
         raise ArtefactError(f"this torch ({torch.__version__}) has no op `{name}`", where=name)
     return overload
+
+
+def _register(module: str, name: str) -> None:
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        package = module.split(".")[0]
+        raise ArtefactError(
+            f"the graph file uses the op `{name}` of {package}, which cannot be imported: {error}",
+            where=name,
+            hint=f"pip install {package}",
+        ) from error
 
 
 def to_json(graph: fx.Graph) -> dict[str, Any]:

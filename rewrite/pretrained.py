@@ -89,7 +89,11 @@ def _model_class():
         main_input_name = "input_ids"
         supports_gradient_checkpointing = True
         _no_split_modules = ["BlockModule"]
-        _supports_sdpa = True
+        _supports_sdpa = _supports_flex_attn = True  # the graph has what the source was traced with
+
+        @classmethod
+        def _can_set_experts_implementation(cls) -> bool:
+            return True  # Transformers asks where the configuration names one, grouped by default
 
         def __init__(self, config: Any, program: Program):
             super().__init__(config)

@@ -99,6 +99,18 @@ class EagerReference:
         self.outputs: Structure | None = None
 
     def __call__(self, flat: list[torch.Tensor], *, grad: bool = False) -> list[torch.Tensor]:
+        return self.flat(self._run(flat, grad))
+
+    def named(self, flat: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The outputs by name. Only those outside the cache are sure to have the names that they have in a Program: a
+        model may keep its cache in other tensors than the graph does."""
+        result = self._run(flat, grad=False)
+        if self.outputs is not None:
+            return dict(zip(self.outputs.names, self.flat(result), strict=True))
+        tensors, structure = flatten(result)
+        return dict(zip(structure.names, tensors, strict=True))
+
+    def _run(self, flat: list[torch.Tensor], grad: bool) -> Any:
         values = dict(self.structure.rebuild(list(flat)))
         cache = next((n for n, is_cache in self.optional.items() if is_cache), None)
         if cache is not None and self._starts(flat, cache):
@@ -108,8 +120,7 @@ class EagerReference:
                 elif is_cache or _counts_from_zero(values[name]):
                     del values[name]
         with reference_mode(self.model), torch.set_grad_enabled(grad):
-            result = own_cache(invoke(self.model, Call(values, self.positions)), cache)
-            return self.flat(result)
+            return own_cache(invoke(self.model, Call(values, self.positions)), cache)
 
     def flat(self, result: Any) -> list[torch.Tensor]:
         """The model's output as flat tensors; numbers that follow the input's sizes are among them."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hcx.passes import Exits
 from hcx.passes.exits import Decoder, sampler, speculate
-from hcx.rewrite import UsageError, trace
+from hcx.rewrite import NoMatchError, UsageError, trace
 from hcx.rewrite.generation import greedy
 from hcx.rewrite.testing import tiny_decoder
 from torch.nn import functional as F
@@ -92,8 +92,9 @@ def test_propagate_holds_what_has_left_where_it_was(llama, exits, max_diff):
     assert max_diff(fed(decoder, ids[1:2], leave=True)[0], got[1:2]) <= 1e-5
 
 
-def masked_by_hand(model, ids, threshold):
-    """Layers in which tokens see only those that came as far as that; the first token never leaves."""
+def masked_by_hand(model, ids, threshold, window=None):
+    """Layers in which tokens see only those that came as far as that, and no further back than a window; the first token
+    never leaves."""
     inner, length = model.model, ids.shape[1]
     positions = torch.arange(length)[None]
     stream = inner.embed_tokens(ids)
@@ -107,7 +108,8 @@ def masked_by_hand(model, ids, threshold):
             fire[:, 0] = False
             logits[fire], depth[fire] = here[fire], number
             left |= fire
-        hidden = torch.ones(length, length).triu(1).bool()[None] | left[:, None, :]
+        seen = torch.ones(length, length).tril().triu(1 - (window or length)).bool()
+        hidden = ~seen[None] | left[:, None, :]
         mask = torch.zeros(len(ids), 1, length, length).masked_fill(
             hidden[:, None] & ~torch.eye(length).bool(), -torch.inf
         )
@@ -127,8 +129,27 @@ def test_mask_leaves_out_what_has_left(llama, exits, max_diff):
     assert max_diff(got, expected) <= NEAR
     alone = fed(decoder, ids[1:2])[0]
     assert max_diff(alone, got[1:2]) <= 1e-5
-    lengths = [p.length for p in decoder.pieces.segments]
-    assert lengths == [20, *(int((found[1] > k).sum()) for k in PLACES)], "the cache holds what came so far"
+    assert [p.length for p in decoder.pieces.segments] == [20] * 3, "every token has its place, seen or not"
+
+
+def test_mask_counts_windows_in_places_whoever_shares_the_batch(max_diff):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(5)
+    config = transformers.MistralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=6, num_attention_heads=4,
+        num_key_value_heads=2, sliding_window=4, initializer_range=0.2,
+    )  # fmt: skip
+    model, ids = transformers.MistralForCausalLM(config).eval(), torch.randint(0, 64, (3, 16))
+    program = trace(model, (ids,)).rewrite(Exits(at=PLACES), check=False)
+    threshold = exit_logits(model, ids, PLACES)[0].softmax(-1).amax(-1).flatten().quantile(0.5).item()
+    set_thresholds(program, threshold)
+    decoder = Decoder(program, "mask")
+    got, found = fed(decoder, ids)
+    with torch.no_grad():
+        expected, depths = masked_by_hand(model, ids, threshold, window=4)
+    assert torch.equal(found, depths) and len(depths.unique()) == 3 and max_diff(got, expected) <= NEAR
+    for row in range(3):
+        assert max_diff(fed(decoder, ids[row : row + 1])[0][0], got[row]) <= 1e-5
 
 
 def test_generating_with_exact_caches_is_greedy_decoding_of_the_select_form(llama, exits):
@@ -210,6 +231,17 @@ def test_speculation_gives_greedy_text_and_says_what_was_accepted(llama, score, 
     assert stopped[0, -1] == stop and stop not in stopped[0, 8:-1] and torch.equal(stopped, want[:, : stopped.shape[1]])
 
 
+@pytest.mark.parametrize("head", ["affine", "mlp"])
+def test_drafts_of_heads_whose_score_reads_some_rows(llama, head):
+    program = llama.program.rewrite(f"exits{{at=[2,4],head={head},candidates=9}}", check=False)
+    ids = llama.ids(1, 8)
+    assert torch.equal(speculate(program, ids, 10, draft=3).tokens, greedy(llama.program, ids, 10))
+    rows, translator = 4 * 9 * 32, 4 * (32 * 32 + 32) if head == "affine" else 4 * (3 * 32 * 64 + 32)
+    norm, numbers = 4 * 32, 8 * 9
+    for piece in Decoder(program).pieces.scores[:2]:
+        assert piece.weight_bytes == rows + translator + norm + numbers, "nine rows of the head, not all of it"
+
+
 def test_refusals(llama, exits):
     program, _ = exits
     with pytest.raises(UsageError, match="no policy"):
@@ -224,6 +256,21 @@ def test_refusals(llama, exits):
         speculate(Decoder(program, "mask"), llama.ids(1, 5), 3)
     with pytest.raises(UsageError, match="cannot draft"):
         speculate(program, llama.ids(1, 5), 3, draft=0)
+    for steps, attempt in ((0, speculate), (-1, lambda *given: Decoder(program).generate(*given[1:]))):
+        with pytest.raises(UsageError, match="cannot add"):
+            attempt(program, llama.ids(1, 5), steps)
+    for ids in (llama.ids(1, 5)[0], llama.ids(2, 5)[:, :0]):
+        with pytest.raises(UsageError, match="prompts are"):
+            Decoder(program).generate(ids, 3)
+    with pytest.raises(UsageError, match="temperature"):
+        sampler(0)
+    block = llama.program.rewrite("exits{at=[2],head=block,score=cosine}", check=False)
+    with pytest.raises(UsageError, match="head=block keeps"):
+        Decoder(block)
+    for attempt in (lambda: block.rewrite("skipping{kv=propagate}"),
+                    lambda: llama.program.rewrite("exits{at=[2],head=block,form=cond,kv=propagate}")):  # fmt: skip
+        with pytest.raises(NoMatchError, match="head=block keeps"):
+            attempt()
     model, ids = tiny_decoder()
     with pytest.raises(UsageError, match="cache"):
         Decoder(trace(model, (ids,)).rewrite("exits{at=[2]}", check=False))

@@ -44,6 +44,20 @@ def test_adapters_are_merged_as_peft_merges_them(llama, tmp_path):
     assert not any("hcx" in name for name in loaded.state_dict()) and report.measured["sets"] == 3
 
 
+def test_a_model_with_windows_whose_own_cache_has_other_tensors(tmp_path):
+    torch.manual_seed(3)
+    config = transformers.MistralConfig(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
+                                        num_attention_heads=4, num_key_value_heads=2, sliding_window=4)  # fmt: skip
+    model, ids = transformers.MistralForCausalLM(config).eval(), token_ids(20, 64).reshape(2, 10)
+    program = randomised(trace(model, (ids,)).rewrite("lora{rank=2}", check=False))
+    to_hf(program, tmp_path / "out")
+    assert (
+        gap(auto(tmp_path / "out")(ids).logits, program(ids).logits)
+        < 1e-4
+        < gap(model(ids).logits, program(ids).logits)
+    )
+
+
 def test_conv1d_weights_and_embeddings_lie_the_other_way(tmp_path):
     config = transformers.GPT2Config(
         vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64, initializer_range=0.2
@@ -163,6 +177,18 @@ def test_an_archive_runs_without_hcx_at_other_sizes(llama, tmp_path):
     assert gap(out["logits"], expected.logits) < 1e-5 and torch.equal(out["exits.depth"], taps["exits.depth"])
     assert gap(expected.logits, llama.model(ids).logits) > 1e-2 and "present.7.key" in out and not report.notes
     assert report.measured["sets"] >= 3, "several sizes, and a filled cache"
+
+
+def test_a_loaded_decoder_is_written_with_its_sizes_open(llama, tmp_path):
+    llama.program.rewrite("looped{start=2,end=4,scalar=0.3}").save(tmp_path / "a.hcx")
+    program = load(tmp_path / "a.hcx")
+    assert any(0 in t.shape for t in program.signature.complete(program.examples[0])), "its example has an empty cache"
+    to_pt2(program, tmp_path / "x.pt2")
+    ids = llama.ids(3, 17)
+    flat = dict(zip([i.name.replace(".", "_") for i in program.inputs],
+                    program.signature.bind((), {"input_ids": ids}), strict=True))  # fmt: skip
+    out = torch.export.load(tmp_path / "x.pt2").module()(**flat)
+    assert gap(out["logits"], program(ids).logits) < 1e-5
 
 
 def test_hcx_reads_the_archive_back(tmp_path):

@@ -279,6 +279,10 @@ def test_an_option_that_would_do_nothing_is_refused(net, pipeline, where):
     assert caught.value.where == where and caught.value.hint
 
 
+def test_an_infinite_threshold_is_none(net):
+    assert net.rewrite("exits{at=[2],threshold=inf}").history[-1]["contract"]["contract"] == "Exact"
+
+
 def test_an_order_that_options_forbid_says_so(net):
     with pytest.raises(PlanError) as caught:
         net.rewrite("looped{start=1,end=3,runtime=true},exits{at=[2]}")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -139,3 +141,26 @@ def test_tokenizer_and_chat_template_travel(tmp_path):
     got = again.apply_chat_template(messages, tokenize=True)
     assert got == tokenizer.apply_chat_template(messages, tokenize=True)
     assert again.apply_chat_template(messages, tokenize=False) == "user says hello world"
+
+
+def test_default_experts_are_saved_loaded_elsewhere_and_generate(tmp_path):
+    """A mixture of experts as Transformers loads it: grouped products by an op of its own."""
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4,
+    )  # fmt: skip
+    model = transformers.MixtralForCausalLM(config).eval()
+    ids = torch.randint(1, 64, (2, 6))
+    program = trace(model, (ids,)).rewrite("exits{at=[1]}", check=False)
+    assert any("grouped_mm" in str(n.target) for n in program.graph.nodes)
+    program.save(tmp_path / "m.hcx")
+    code = ("import sys, torch; from hcx.rewrite import load; p = load('m.hcx'); ids = torch.load('ids.pt');"
+            "torch.save(p(ids).logits, 'out.pt')")  # fmt: skip
+    torch.save(ids, tmp_path / "ids.pt")
+    subprocess.run([sys.executable, "-P", "-c", code], cwd=tmp_path, check=True)
+    mask = torch.ones_like(ids)
+    options = {"attention_mask": mask, "max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    with torch.no_grad():
+        assert torch.equal(torch.load(tmp_path / "out.pt"), model(ids).logits)
+        assert torch.equal(program.as_pretrained().generate(ids, **options), model.generate(ids, **options))

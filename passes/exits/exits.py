@@ -23,7 +23,7 @@ from torch import fx
 
 from . import places
 from .heads import HEADS
-from .heads_copied import last_part, norm_parameters, restrictable
+from .heads_copied import OWN_CACHE, last_part, norm_parameters, restrictable
 from .inserted import NEVER, Inserted, answer_of, readout, stream_misfit
 from .scores import CHEAP, FOR_SEQUENCES, FROM_LOGITS, SCORES
 from .sequences import RULES, averaged, find_valid, is_surest, surest
@@ -216,6 +216,14 @@ class Exits(Pass):
     def _check_form(self, program: Program, stack: Stack, plan: PassPlan) -> None:
         from . import cond_form
 
+        if (
+            self.form == "cond"
+            and plan.sites
+            and plan.sites[0].detail["head"] == "block"
+            and program.signature.has_cache
+        ):
+            plan.sites = []
+            plan.skips.append(Skip(stack.label, Reason.UNSUPPORTED, f"head=block {OWN_CACHE}"))
         if self.form == "cond" and plan.sites:
             at = [s.detail["at"] for s in plan.sites]
             refused = cond_form.refusal(program, stack, _answer(program, stack), at, self.kv)
@@ -331,7 +339,7 @@ class Exits(Pass):
 
     def preserves(self, program: Program, plan: PassPlan) -> Contract:
         """Exact while no exit can fire."""
-        return Exact() if all(s.detail["threshold"] is None for s in plan.sites or ()) else Structural()
+        return Exact() if all(s.detail["threshold"] in (None, NEVER) for s in plan.sites or ()) else Structural()
 
     def inert(self, name: str) -> str | None:
         """A gate's bias where its weights are still 0."""

@@ -17,6 +17,9 @@ from hcx.rewrite.sites import Stack
 from hcx.rewrite.spans import Span, span_of
 from torch import fx
 
+OWN_CACHE = "keeps keys and values of its own, which a step that leaves earlier or skips it would owe"
+"""Why ``head=block`` of a model with a cache is only for the select form as a whole."""
+
 
 def own_copies(
     editor: Editor, program: Program, site: str, nodes: Iterable[fx.Node], wanted: Callable[[torch.Tensor], bool]

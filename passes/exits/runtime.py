@@ -195,6 +195,7 @@ class Decoder:
             piece.crop(length)
         self.mask, self.positions = self.mask[:, :length], self.positions[:, :length]
         self.stock = {n: (start, t[:, : max(0, length - start)]) for n, (start, t) in self.stock.items()}
+        self.seen = [s if s is None else s[:, :length] for s in self.seen]
 
     # ---- one segment
 
@@ -261,6 +262,8 @@ class Decoder:
 
     def _skip(self, number: int, known: Named) -> None:
         """All rows have left: what the segments from here on get."""
+        if self.kv == "mask":
+            self._leave_out(number, known[self.pieces.tokens])
         if self.kv != "propagate":
             return
         pieces, stream = self.pieces, known[self.pieces.streams[number - 1]]
@@ -268,6 +271,21 @@ class Decoder:
             known = known | {pieces.streams[later - 1]: stream}
             found = self._fill(later, known, self.positions[:, -stream.shape[1] :])
             pieces.segments[later].keep(found, stream.shape[1])
+
+    def _leave_out(self, number: int, ids: torch.Tensor) -> None:
+        """Zeros that nobody sees, in the place of the last token: a window counts places, whoever shares the batch."""
+        rows, new = ids.shape
+        for later in range(number, len(self.places) + 1):
+            piece, before = self.pieces.segments[later], self.seen[later]
+            for spec in piece.slots:
+                shape = [rows if d == "batch" else new if d == "past" else d for d in spec.shape]
+                empty = torch.zeros(shape, dtype=spec.dtype, device=ids.device)
+                parts = [piece.cache[spec.name], empty] if spec.name in piece.cache else [empty]
+                piece.cache[spec.name] = torch.cat(parts, spec.shape.index("past"))
+            piece.length += new
+            hidden = self.mask[:, -new:].clone()
+            hidden[:, -1] = 0
+            self.seen[later] = hidden if before is None else torch.cat([before, hidden], 1)
 
     # ---- text
 
@@ -288,6 +306,12 @@ class Decoder:
             stop: token that ends a row; the rest of the row is filled with it.
             pick: from logits ``[batch, classes]`` to tokens ``[batch]``; default: the likeliest. See :func:`sampler`.
         """
+        if steps < 1:
+            raise UsageError(f"cannot add {steps} tokens", where="steps", hint="1 or more")
+        if ids.dim() != 2 or not ids.numel():
+            raise UsageError(
+                f"prompts are [batch, length], not {list(ids.shape)}", where="ids", hint="ids[None] for one row"
+            )
         self.reset()
         before, read = self.pieces.flops, self.pieces.weight_bytes
         tokens, done, depths, logits = ids, torch.zeros(ids.shape[0], dtype=torch.bool), [], []
@@ -349,7 +373,15 @@ def over(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def sampler(temperature: float, generator: torch.Generator | None = None) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Draw from the softmax of logits over a temperature."""
+    """Draw from the softmax of logits over a temperature.
+
+    Raises:
+        UsageError: a temperature that is not above 0.
+    """
+    if not temperature > 0:
+        raise UsageError(
+            f"temperature {temperature}", where="temperature", hint="above 0; greedy is the default `pick`"
+        )
 
     def pick(logits: torch.Tensor) -> torch.Tensor:
         shares = (logits.float() / temperature).softmax(-1)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 
 import torch
-from hcx.rewrite.dataflow import Dataflow, op_name
+from hcx.rewrite.dataflow import Dataflow, op_name, value
 from hcx.rewrite.errors import UsageError
 from hcx.rewrite.flops import counter
 from hcx.rewrite.pieces import cut
@@ -18,6 +18,7 @@ from hcx.rewrite.signature import CACHE, InputSpec
 from torch import fx
 
 from .applied import applied
+from .heads_copied import OWN_CACHE
 from .split import Layout, layout_of
 
 Named = dict[str, torch.Tensor]
@@ -87,6 +88,10 @@ class Segments:
                              where=program.signature.model, hint="trace it with use_cache=True")  # fmt: skip
         self.program, self.count, self.flops, self.weight_bytes = program, count, 0, 0
         layout = layout_of(program)
+        if decodes and any(d["head"] == "block" for d in applied(program).details):
+            raise UsageError(
+                f"head=block {OWN_CACHE}", where=program.signature.model, hint="another head, or the whole Program"
+            )
         if missing := [k for k in layout.places if k not in layout.heads]:
             raise UsageError(f"there is no exit after {missing[0]} blocks", where=program.signature.model)
         if applied(program).rule == "max":
@@ -204,14 +209,19 @@ def without_cache(found: Named) -> Named:
 def weight_bytes(program: Program) -> int:
     """Bytes of the tensors that one call reads as they are stored, packed codes as codes; tied ones once.
 
-    A lookup reads the rows of its tokens alone, which are not counted.
+    A lookup reads the rows of its tokens alone, which are not counted, and a choice of rows (candidates) these rows.
     """
     found: dict[int, int] = {}
+    rows = 0
     for node in program.graph.nodes:
-        if node.op == "get_attr" and not all(op_name(u) == "embedding" and u.args[0] is node for u in node.users):
+        if node.op != "get_attr":
+            continue
+        chosen = [u for u in node.users if op_name(u) == "index_select" and u.args[0] is node]
+        rows += sum(value(u).numel() * value(u).element_size() for u in chosen)
+        if not all(u in chosen or (op_name(u) == "embedding" and u.args[0] is node) for u in node.users):
             tensor = program.tensor(node.target)
             found[id(tensor)] = tensor.nbytes
-    return sum(found.values())
+    return sum(found.values()) + rows
 
 
 def add_fills(layout: Layout) -> list[dict[str, str]]:

@@ -20,6 +20,7 @@ from torch import fx
 from . import cond_form
 from .applied import NAME, Applied, applied, never_leaving, without_taps
 from .exits import _readers
+from .heads_copied import OWN_CACHE
 from .inserted import NEVER, answer_of, is_selection
 
 
@@ -48,6 +49,9 @@ class Skipping(Pass):
             plan.skips.append(
                 Skip("model", Reason.UNSUPPORTED, "rule=max needs every exit and the model: nothing is skipped")
             )
+            return plan
+        if program.signature.has_cache and any(d["head"] == "block" for d in exits.details):
+            plan.skips.append(Skip("model", Reason.UNSUPPORTED, f"head=block {OWN_CACHE}"))
             return plan
         bare, stack = _bare(program, exits)
         answer = answer_of(bare.graph, len(bare.output_names), stack)

@@ -72,7 +72,7 @@ def speculate(
         UsageError: several rows, no such exit, or a cache that cannot be taken back.
     """
     decoder = program if isinstance(program, Decoder) else Decoder(program, count=count)
-    number = _exit(decoder, ids, draft, at)
+    number = _exit(decoder, ids, steps, draft, at)
     decoder.reset()
     before = decoder.pieces.flops
     result = Speculated(ids, torch.empty(0), 0, 0, 0)
@@ -102,13 +102,15 @@ def speculate(
     return result
 
 
-def _exit(decoder: Decoder, ids: torch.Tensor, draft: int, at: int | None) -> int:
+def _exit(decoder: Decoder, ids: torch.Tensor, steps: int, draft: int, at: int | None) -> int:
     """Number of the exit that drafts."""
     places = decoder.places
     if decoder.kv != "recompute":
         raise UsageError("speculation is exact, so it needs exact caches", where="kv", hint="kv=recompute")
     if ids.shape[0] != 1:
         raise UsageError(f"speculation takes one row, not {ids.shape[0]}", where="ids", hint="run the rows in turn")
+    if steps < 1:
+        raise UsageError(f"cannot add {steps} tokens", where="steps", hint="1 or more")
     if draft < 1:
         raise UsageError(f"cannot draft {draft} tokens", where="draft", hint="draft=4")
     if at is not None and at not in places:
@@ -136,8 +138,10 @@ def _drafted(decoder: Decoder, number: int, new: torch.Tensor, count: int) -> to
 
 
 def _asked(decoder: Decoder, number: int) -> range:
-    """Exits whose scores must be asked for the logits of this one: those that a score made of logits builds on."""
-    if decoder.pieces.heads[number] is not None:
+    """Exits whose scores must be asked for the logits of this one: where they are made together, or the head reads what
+    the score has made (a translated stream), also those before that the score builds on."""
+    head, score = decoder.pieces.heads[number], decoder.pieces.scores[number]
+    if head is not None and not set(head.takes) & set(score.program.output_names):
         return range(0)
     chained = any(name.startswith(("score.", "logits.")) for name in decoder.pieces.scores[number].takes)
     return range(0 if chained else number, number + 1)
