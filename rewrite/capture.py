@@ -263,7 +263,7 @@ class CachedCalls:
             plain[self.cache] = copy.deepcopy(self.empty)
         with reference_mode(self.model), torch.no_grad():
             output = invoke(self.model, call.replaced(**plain))
-        changes[self.cache] = without_encoder(_field(output, self.cache))
+        changes[self.cache] = without_encoder(returned(output, self.cache))
         if self.positions:
             changes[self.positions] = (
                 torch.arange(past, past + length, device=example.device).expand(batch, length).contiguous()
@@ -320,7 +320,7 @@ def cached_calls(model: torch.nn.Module, call: Call, others: dict[str, str]) -> 
     with reference_mode(model), torch.no_grad():
         output = invoke(model, call)
     for name in others:
-        value = _field(output, name)
+        value = returned(output, name)
         if value is not None and not isinstance(value, torch.Tensor) and flatten(value)[0]:
             positions = ids.removesuffix("input_ids") + "position_ids"
             return CachedCalls(
@@ -355,7 +355,7 @@ def _without(output: Any, name: str) -> dict[str, torch.Tensor]:
 
 def own_cache(output: Any, name: str | None) -> Any:
     """An output whose cache, under this name, holds only what a graph keeps of it."""
-    cache = None if name is None else _field(output, name)
+    cache = None if name is None else returned(output, name)
     if cache is None or not is_pair(cache):
         return output
     new = copy.copy(output)
@@ -366,7 +366,8 @@ def own_cache(output: Any, name: str | None) -> Any:
     return new
 
 
-def _field(output: Any, name: str) -> Any:
+def returned(output: Any, name: str) -> Any:
+    """A part of a model's output by name, None where it has none."""
     return output.get(name) if isinstance(output, dict) else getattr(output, name, None)
 
 

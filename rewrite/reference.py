@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from .caches import blank, differs
+from .capture import returned
 from .program import Program
 from .signature import tensor_indices
 from .structure import Structure, kinds
@@ -25,4 +27,9 @@ def reference_for(program: Program, model: torch.nn.Module) -> EagerReference:
     reference = EagerReference(model, structure, positions, optional)
     if {"int", "float"} & set(kinds(signature.outputs.spec)):
         reference.outputs = signature.outputs
+    cache = next((n for n, is_cache in optional.items() if is_cache), None)
+    if cache is not None:
+        own = returned(reference.result(program.check_inputs(1)[0]), cache)
+        # where tracing took another kind of cache than the model's own, its tensors are of that kind
+        reference.empty = blank(own) if own is not None and differs(own) else None
     return reference

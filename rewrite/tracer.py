@@ -99,18 +99,19 @@ class EagerReference:
         self.outputs: Structure | None = None
 
     def __call__(self, flat: list[torch.Tensor], *, grad: bool = False) -> list[torch.Tensor]:
-        return self.flat(self._run(flat, grad))
+        return self.flat(self.result(flat, grad=grad))
 
     def named(self, flat: list[torch.Tensor]) -> dict[str, torch.Tensor]:
         """The outputs by name. Only those outside the cache are sure to have the names that they have in a Program: a
         model may keep its cache in other tensors than the graph does."""
-        result = self._run(flat, grad=False)
+        result = self.result(flat)
         if self.outputs is not None:
             return dict(zip(self.outputs.names, self.flat(result), strict=True))
         tensors, structure = flatten(result)
         return dict(zip(structure.names, tensors, strict=True))
 
-    def _run(self, flat: list[torch.Tensor], grad: bool) -> Any:
+    def result(self, flat: list[torch.Tensor], *, grad: bool = False) -> Any:
+        """The output as the model gives it."""
         values = dict(self.structure.rebuild(list(flat)))
         cache = next((n for n, is_cache in self.optional.items() if is_cache), None)
         if cache is not None and self._starts(flat, cache):

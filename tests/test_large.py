@@ -140,6 +140,18 @@ def test_verify_pays_what_is_owed(sharded, artefact, capsys):
     )
 
 
+def test_owed_checks_of_a_model_whose_own_cache_keeps_windows(tmp_path, capsys):
+    torch.manual_seed(0)
+    config = transformers.MistralConfig(vocab_size=128, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
+                                        num_attention_heads=4, num_key_value_heads=2, sliding_window=4)  # fmt: skip
+    transformers.MistralForCausalLM(config).eval().save_pretrained(tmp_path / "model")
+    save_file({"input_ids": token_ids(24).reshape(2, 12)}, tmp_path / "ids.safetensors")
+    call = ["--lazy", "--pass", "lora{rank=2}", "--inputs", str(tmp_path / "ids.safetensors")]
+    assert main(["rewrite", str(tmp_path / "model"), *call, "-o", str(tmp_path / "a.hcx")]) == 0
+    assert main(["verify", str(tmp_path / "a.hcx"), "--weights", str(tmp_path / "model"), "--json"]) == 0
+    assert "against the source model in eager" in capsys.readouterr().out
+
+
 def test_a_promise_that_was_not_kept_is_found(sharded, lazy, tmp_path):
     lazy = lazy.rewrite("looped{start=2,end=3},lora")
     lazy.save(tmp_path / "good.hcx")
