@@ -262,6 +262,8 @@ def test_refusals(llama, exits):
     for ids in (llama.ids(1, 5)[0], llama.ids(2, 5)[:, :0]):
         with pytest.raises(UsageError, match="prompts are"):
             Decoder(program).generate(ids, 3)
+    with pytest.raises(UsageError, match="is padding"):
+        Decoder(program).generate(llama.ids(2, 5), 3, mask=torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]))
     with pytest.raises(UsageError, match="temperature"):
         sampler(0)
     block = llama.program.rewrite("exits{at=[2],head=block,score=cosine}", check=False)

@@ -151,6 +151,8 @@ class Decoder:
         """
         exact = self.kv == "recompute"
         leave = (exact or self.length > 0) if leave is None else leave
+        if mask is not None and not bool(mask[:, -1].all()):
+            raise UsageError("the last token of a row is padding", where="mask", hint="pad prompts on the left")
         self.prompt = self.prompt or ids.shape[1]
         self.extend(ids, mask)
         known: Named = {self.pieces.tokens: ids}
