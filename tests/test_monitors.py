@@ -4,14 +4,17 @@ Transformers' generate, and sums written out."""
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import pytest
 import torch
 from hcx.passes.exits import token_batches
-from hcx.passes.observation import NeuronMonitor, PathDeviation, Unit, separation
+from hcx.passes.observation import NeuronMonitor, PathDeviation, Separation, Unit, separation
 from hcx.passes.observation.separation import auroc, best_threshold
-from hcx.rewrite import UsageError
+from hcx.rewrite import UsageError, trace
 from hcx.rewrite.generation import greedy
+
+from tests.zoo import build
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
@@ -142,7 +145,42 @@ def test_the_pipeline_of_what_was_found_observes_that_alone(llama, observed):
         assert place == unit.unit and torch.equal(taps[tap][..., column], all_taps[whole][..., place])
 
 
+@pytest.mark.parametrize(
+    ("name", "pipeline", "site", "around"),
+    [
+        ("tied_blocks", "", "h.0.mlp.c_proj", 4),
+        ("tied_blocks", "looped{start=1,end=3,steps=2,scalar=0.3},", "h.0.mlp.c_proj@1", 6),
+        ("tied_blocks", "looped{start=1,end=3,steps=2,scalar=0.3},", "h.0.mlp.c_proj@2~2", 6),
+        ("llama", "looped{start=2,end=4,steps=3,scalar=0.4},", "model.layers.3.mlp.down_proj", 3),
+        ("llama", "looped{start=2,end=4,steps=3,scalar=0.4},", "model.layers.3.mlp.down_proj~2", 3),
+    ],
+)
+def test_the_pipeline_observes_one_run_of_a_module(request, name, pipeline, site, around):
+    """Of a module that the model calls again, or that a loop runs again."""
+    program = request.getfixturevalue("llama").program if name == "llama" else traced(name)
+    base = program.rewrite(pipeline.rstrip(","), check=False) if pipeline else program
+    pattern = site.partition("@")[0].partition("~")[0]
+    wide = base.rewrite(f"observe{{modules=[{pattern}],side=input}}", check=False)
+    assert len(wide.taps) == around and f"observe.{site}.input" in wide.taps
+    about = {"of": "module", "name": site, "side": "input", "units": None}
+    found = Separation([Unit(f"{site}.input", u, 0.0, True) for u in (3, 1)], 0, {}, {f"{site}.input": about})
+    small = base.rewrite(found.pipeline(), check=False)
+    assert small.taps == [f"observe.{site}.input"]
+    flat = small.signature.complete(small.examples[0][: len(program.examples[0])])
+    with torch.no_grad():
+        (narrow,), whole = (p.run_flat(flat, taps=True)[len(p.output_names) :] for p in (small, wide))
+    wanted = whole[wide.taps.index(f"observe.{site}.input")]
+    assert torch.equal(narrow, wanted[..., [1, 3]])
+    others = [w for w, tap in zip(whole, wide.taps, strict=True) if tap != f"observe.{site}.input"]
+    assert not any(torch.equal(narrow, o[..., [1, 3]]) for o in others)
+
+
 # ---- monitors
+
+
+@cache
+def traced(name: str):
+    return trace(*build(name))
 
 
 def units_of(program, ids: torch.Tensor, share: float) -> list[Unit]:

@@ -123,6 +123,9 @@ def test_streams_are_the_hidden_states_and_branches_add_up_to_them(llama):
         taps = new(ids, taps=True)[1]
     for k in range(6):  # the last of Transformers is normed
         assert torch.equal(taps[f"observe.model.layers@{k}"], states[k])
+    end = taps["observe.model.layers@6"]
+    with torch.no_grad():
+        assert torch.equal(llama.model.model.norm(end), states[6]) and not torch.equal(end, states[6])
     attn, mlp = (taps[f"observe_1.model.layers.1/{kind}.output"] for kind in ("attn", "mlp"))
     before, between = (taps[f"observe_2.model.layers.1/{kind}.input"] for kind in ("attn", "mlp"))
     assert torch.equal(before, states[1])
@@ -141,6 +144,50 @@ def test_calls_of_one_module_are_told_apart():
     values = [*seen.input["h.0.mlp.c_proj"], seen.output["h.0.attn"][1], seen.output["h.0.attn"][3]]
     assert all(torch.equal(tap, value) for tap, value in zip(taps.values(), values, strict=True))
     assert not torch.equal(values[0], values[1])
+
+
+def test_the_first_call_and_the_first_pass_have_names_of_their_own():
+    """``@0`` and ``~1``, as ``at=[2~1]``; without them a path means every run."""
+    program = traced("tied_blocks")[3].rewrite("looped{start=1,end=3,steps=2}", check=False)
+    wanted = {
+        "h.0.attn": ["", "@1", "@1~2", "@2", "@2~2", "@3"],
+        "h.0.attn@0": [""],
+        "h.0.attn@0~1": [""],
+        "*.attn@[03]~1": ["", "@3"],
+        "h.0.attn~1": [""],
+        "h.0.attn@1": ["@1"],
+        "h.0.attn@1~1": ["@1"],
+        "*.attn@?~2": ["@1~2", "@2~2"],
+        "*.attn@?~1": ["", "@1", "@2", "@3"],
+    }
+    for pattern, suffixes in wanted.items():
+        (step,) = program.plan(f"observe{{modules=[{pattern}]}}").steps
+        assert [s.address for s in step.sites] == [f"h.0.attn{s}.output" for s in suffixes], pattern
+    for pattern in ("h.0.attn@4", "h.0.attn@0~2", "h.0.attn@00", "attn@0"):
+        with pytest.raises(UsageError, match="nothing is called"):
+            program.plan(f"observe{{modules=[{pattern}]}}")
+
+
+def test_a_branch_without_module_names_is_called_by_its_address():
+    class Nameless(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.e = nn.Embedding(30, 16)
+            self.w = nn.ParameterList([nn.Parameter(torch.randn(16, 16) / 4) for _ in range(8)])
+
+        def forward(self, input_ids):
+            x = self.e(input_ids)
+            for i in range(0, 8, 2):
+                x = x + torch.tanh(x @ self.w[i]) @ self.w[i + 1]
+            return x
+
+    model, ids = Nameless().eval(), torch.arange(10).reshape(2, 5)
+    new = trace(model, (ids,)).rewrite("observe{branches=[stack0[1]/mlp]},observe{branches=[stack0[1]/mlp],side=input}")
+    with torch.no_grad():
+        term, before = new(ids, taps=True)[1].values()
+        first = model.e(ids) + torch.tanh(model.e(ids) @ model.w[0]) @ model.w[1]
+        assert torch.equal(before, first) and torch.equal(term, torch.tanh(first @ model.w[2]) @ model.w[3])
+    assert new.taps == ["observe.stack0[1]/mlp.output", "observe_1.stack0[1]/mlp.input"]
 
 
 def test_a_value_is_taken_before_the_model_writes_to_it():

@@ -20,7 +20,7 @@ from hcx.rewrite.sites import Boundary, Stack
 from hcx.rewrite.weight_targets import fits
 from torch import fx
 
-from .values import SIDES, Values
+from .values import SIDES, Values, spellings
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,8 @@ class Observe(Pass):
     """Add values inside the model as taps. In a call without taps nothing more is computed.
 
     Without ``at``, ``branches`` and ``modules`` every boundary of the stack is taken. Behind a loop each pass has a tap
-    of its own (``~2`` in its name); a pattern that names one pass takes that one alone.
+    of its own (``~2`` in its name); a pattern that names one pass takes that one alone, ``~1`` the first. So with calls:
+    ``@1`` is the second one, ``@0`` the first.
 
     Args:
         at: the stream after so many blocks, 0 up to the depth: ``3``, or ``3~1`` in pass 1 of a loop only.
@@ -89,7 +90,7 @@ class Observe(Pass):
         for address in _matching(self.branches, values.branches(), "branches", fnmatchcase):
             self._add(plan, values, "branch", address, self.side)
         paths = {m.address: m.path for m in values.modules.values()}
-        for address in _matching(self.modules, paths, "modules", lambda a, p: fits(paths[a], p) or fnmatchcase(a, p)):
+        for address in _matching(self.modules, paths, "modules", lambda a, p: _is_module(paths[a], a, p)):
             self._add(plan, values, "module", address, self.side)
         return plan
 
@@ -158,13 +159,22 @@ class Observe(Pass):
 
 
 def _matching(patterns: tuple[str, ...], names: Any, option: str, fit: Any) -> list[str]:
-    """Names that one of the patterns fits, in order."""
+    """Names that one of the patterns fits, in order. A name fits itself, also with brackets (``stack0[3]/mlp``)."""
+
+    def means(name: str, pattern: str) -> bool:
+        return name == pattern or fit(name, pattern)
+
     for pattern in patterns:
-        if not any(fit(n, pattern) for n in names):
+        if not any(means(n, pattern) for n in names):
             known = list(names)
             raise UsageError(f"nothing is called `{pattern}`", where=option,
                              hint=f"{option} of this model: {', '.join(known[:8])}{', ...' if known[8:] else ''}")  # fmt: skip
-    return [n for n in names if any(fit(n, p) for p in patterns)]
+    return [n for n in names if any(means(n, p) for p in patterns)]
+
+
+def _is_module(path: str, address: str, pattern: str) -> bool:
+    """Whether a pattern means a run of a module: every run by the path, or one by call and pass."""
+    return fits(path, pattern) or any(fnmatchcase(spelling, pattern) for spelling in spellings(address))
 
 
 def _value(values: Values, detail: dict[str, Any]) -> fx.Node | Boundary | str:

@@ -20,6 +20,7 @@ from hcx.rewrite.errors import UsageError
 from hcx.rewrite.program import Program
 
 from .taps import observed
+from .values import exactly
 
 Batches = Sequence[list[torch.Tensor]]
 """Flat inputs, one list a call."""
@@ -68,7 +69,10 @@ class Separation:
         return asdict(self)
 
     def pipeline(self) -> str:
-        """Passes that observe these units alone, of the model as it was before it was observed."""
+        """Passes that observe these units alone, of the model as it was before it was observed.
+
+        Modules are named by call and pass (``f@0~1``): ``f`` would be every one of them.
+        """
         by_site: dict[str, list[int]] = {}
         for unit in self.units:
             by_site.setdefault(unit.site, []).append(unit.unit)
@@ -298,4 +302,6 @@ def _observer(about: dict[str, Any], units: list[int]) -> str:
         label, _, place = name.rpartition("@")
         at = place if "~" in place else f"{place}~1"
         return f"observe{{at=[{at}],units=[{listed}],stack={label}}}"
-    return f"observe{{{about['of']}{'es' if about['of'] == 'branch' else 's'}=[{name}],side={about['side']},units=[{listed}]}}"
+    if about["of"] == "branch":
+        return f"observe{{branches=[{name}],side={about['side']},units=[{listed}]}}"
+    return f"observe{{modules=[{exactly(name)}],side={about['side']},units=[{listed}]}}"

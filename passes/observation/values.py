@@ -6,6 +6,7 @@ adapter, a scale); what only reads the stream beside it (a head of an exit) does
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
@@ -33,7 +34,8 @@ class Module:
 
     Attributes:
         path: of the module.
-        address: the path, ``@1`` for the second call by the model, ``~2`` in the second pass of a loop.
+        address: the path, ``@1`` for the second call by the model, ``~2`` in the second pass of a loop. The first ones
+            are written out where one module is meant and no other: ``@0``, ``~1``; see :func:`spellings`.
         nodes: what it computes, in order.
     """
 
@@ -165,6 +167,26 @@ def _single(nodes: list[fx.Node], verb: str, module: Module) -> fx.Node | str:
         return nodes[0]
     texts = [f"{n.name} {[str(s) for s in value(n).shape]}".replace("'", "") for n in nodes[:4]]
     return f"{module.address} {verb} {len(nodes)} tensors{': ' if texts else ''}{', '.join(texts)}"
+
+
+def exactly(address: str) -> str:
+    """The address of a module with its call and its pass written out: it fits no other.
+
+    >>> exactly("h.0.attn"), exactly("h.0.attn@2"), exactly("h.0.attn~3")
+    ('h.0.attn@0~1', 'h.0.attn@2~1', 'h.0.attn@0~3')
+    """
+    return spellings(address)[-1]
+
+
+def spellings(address: str) -> list[str]:
+    """Every way to write the address of a module; the one that names call and pass is the last.
+
+    >>> spellings("h.0.attn"), spellings("h.0.attn@2~3")
+    (['h.0.attn', 'h.0.attn~1', 'h.0.attn@0', 'h.0.attn@0~1'], ['h.0.attn@2~3'])
+    """
+    path, call, iteration = re.fullmatch(r"(.*?)(@\d+)?(~\d+)?", address, re.DOTALL).groups()
+    calls, passes = [call] if call else ["", "@0"], [iteration] if iteration else ["", "~1"]
+    return [f"{path}{c}{p}" for c in calls for p in passes]
 
 
 def _call(call: str) -> str:
