@@ -5,15 +5,18 @@ from __future__ import annotations
 
 import math
 from functools import cache
+from itertools import pairwise
 
 import pytest
 import torch
 from hcx.passes.exits import token_batches
 from hcx.passes.observation import NeuronMonitor, PathDeviation, Separation, Unit, separation
+from hcx.passes.observation.rows import Rows
 from hcx.passes.observation.separation import auroc, best_threshold
 from hcx.rewrite import UsageError, trace
 from hcx.rewrite.generation import greedy
 
+from tests.conftest import tiny_llama
 from tests.zoo import build
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
@@ -467,6 +470,86 @@ def test_path_deviation_in_generate(llama, beams):
                 assert row[n] == 99
             elif beams == 1:
                 assert row[n] == scores.argmax()
+
+
+@pytest.mark.parametrize("drafts", ["assistant", "lookup"])
+def test_drafts_that_are_rejected_are_taken_back(llama, drafts):
+    """Greedy text is the same with drafts and without, under the rule as it is without it."""
+    pytest.importorskip("transformers")
+    model = llama.program.as_pretrained()
+    if drafts == "assistant":
+        assistant = tiny_llama(2)
+        assistant.generation_config.num_assistant_tokens = 5
+        assistant.generation_config.assistant_confidence_threshold = 0.0
+        more = {"assistant_model": assistant}
+    else:
+        more = {"prompt_lookup_num_tokens": 5}
+    forced = 0
+    for start in (100, 300, 420):
+        ids = llama.ids(1, 30, start)
+        options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 30, "do_sample": False}
+        plain = model.generate(ids, **options)
+        assert torch.equal(model.generate(ids, **options, **more), plain)
+        common = plain[:, 30:].flatten().bincount(minlength=128)
+        transitions = common.argsort(descending=True)[:4].tolist()
+        rule = PathDeviation(transitions, 99, tau=0.05, patience=2, recent=4, entropy=1.0)
+        steps = Calls(rule)
+        wanted = model.generate(ids, **options, logits_processor=[steps])
+        assert steps.lengths == list(range(30, 60))
+        judged = Calls(rule)
+        assert torch.equal(model.generate(ids, **options, **more, logits_processor=[judged]), wanted)
+        assert any(b < a for a, b in pairwise(judged.lengths))  # some were rejected, and judged again
+        assert torch.equal(model.generate(ids, **options, logits_processor=[rule]), wanted)  # and anew
+        assert torch.equal(model.generate(ids, **options, **more, logits_processor=[rule]), wanted)
+        forced += int((wanted == 99).any())
+    assert forced >= 2
+
+
+class Calls:
+    """A processor that keeps the lengths of text it was asked about."""
+
+    def __init__(self, rule):
+        self.rule, self.lengths = rule, []
+
+    def __call__(self, input_ids, scores):
+        self.lengths.append(input_ids.shape[1])
+        return self.rule(input_ids, scores)
+
+
+def test_a_shorter_text_goes_on_from_what_was_known_of_it():
+    """The same tokens after a draft as without one; a draft with the tokens of the text counts once."""
+    text = [6, 0, WAIT, BUT, 0, WAIT, WAIT, BUT, 1]
+    options = {"tau": 0.2, "patience": 1, "recent": 2}
+
+    def ask(rule, tokens):
+        rule(torch.tensor([tokens]), logits_of([1.0]))
+        return rule.index.item(), bool(rule.fired)
+
+    plain = PathDeviation([WAIT, BUT], STOP, **options)
+    wanted = [ask(plain, text[:n]) for n in range(1, len(text) + 1)]
+    assert len({w[0] for w in wanted}) >= 4 and 0 < sum(w[1] for w in wanted) < len(text)
+    rule = PathDeviation([WAIT, BUT], STOP, **options)
+    got = []
+    for n in range(1, len(text) + 1):
+        for draft in ([], [1], [1, WAIT], text[n : n + 2]):
+            index = ask(rule, [*text[:n], *draft])
+            assert draft or index == wanted[n - 1]
+        got.append(ask(rule, text[:n]))
+    assert got == wanted
+    assert [ask(rule, text[:n]) for n in range(1, len(text) + 1)] == wanted  # the same prompt once more begins anew
+
+
+def test_states_of_the_last_lengths_are_kept():
+    rows = Rows()
+    for n in range(1, 200):
+        rows.keep(torch.arange(n)[None], {"n": torch.tensor([n])})
+    for draft, known in ((63, True), (64, False)):
+        source, state = rows.follow(torch.arange(200 - draft)[None])
+        assert (source.tolist(), state) == (([0], {"n": torch.tensor([199 - draft])}) if known else ([-1], None))
+    rows.keep(torch.zeros(1, 198, dtype=torch.int64), {"n": torch.tensor([0])})  # of one length the newest
+    assert rows.follow(torch.arange(199)[None])[1] is None
+    rows.reset()
+    assert rows.follow(torch.arange(200)[None])[1] is None
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,6 @@ class NeuronMonitor:
         """Forget every row; calls that start another text do that by themselves."""
         self._rows.reset()
         self.fired: torch.Tensor | None = None
-        self._done: torch.Tensor | None = None
         self._active: torch.Tensor | None = None
 
     def see(self, taps: Mapping[str, torch.Tensor]) -> None:
@@ -96,8 +95,9 @@ class NeuronMonitor:
             self.fired = active
             return without(scores, active, self.suppress)
         fit_vocabulary([self.force], scores, "force")
-        source = self._rows.follow(input_ids)
-        done = torch.zeros_like(active) if self._done is None else self._done
-        self._done = carried(done, source) | ((source >= 0) & (input_ids[:, -1] == self.force))
-        self.fired = active & ~self._done
+        source, before = self._rows.follow(input_ids)
+        done = torch.zeros_like(active) if before is None else carried(before["done"], source)
+        done = done | ((source >= 0) & (input_ids[:, -1] == self.force))
+        self._rows.keep(input_ids, {"done": done})
+        self.fired = active & ~done
         return only(scores, self.fired, self.force)

@@ -25,7 +25,8 @@ class PathDeviation:
 
     Every row of a batch is judged by itself, from its first new token on; see :class:`~.rows.Rows` for beams and for
     where a row begins. A row that has its stop token is left alone. Entropies are those of the scores that are given:
-    processors in front of this one count.
+    processors in front of this one count. Drafts of an assistant or of prompt lookup are judged as text and taken back
+    where they are rejected, up to :data:`~.rows.REMEMBERED` - 1 tokens at once.
 
     Args:
         transitions: ids of transition tokens.
@@ -36,8 +37,9 @@ class PathDeviation:
         entropy: h, in nats.
 
     Attributes:
-        index: d of each row at the last step, ``[B]`` in float64; None before the first.
-        fired: rows in which the stop token was forced at the last step, ``[B]``.
+        index: d of each row at the last call, ``[B]`` in float64; None before the first. With drafts the last call may
+            be one of a draft.
+        fired: rows in which the stop token was forced at the last call, ``[B]``.
     """
 
     def __init__(
@@ -67,14 +69,12 @@ class PathDeviation:
         self._rows.reset()
         self.index: torch.Tensor | None = None
         self.fired: torch.Tensor | None = None
-        self._state: dict[str, torch.Tensor] | None = None
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Scores of the next token, ``[B, V]``, after the tokens ``[B, N]``."""
         fit_vocabulary([*self.transitions, self.stop], scores, "transitions")
-        source = self._rows.follow(input_ids)
-        state = self._begun(input_ids) if self._state is None or bool((source < 0).all()) else self._state
-        state = {name: carried(tensor, source) for name, tensor in state.items()}
+        source, before = self._rows.follow(input_ids)
+        state = {n: carried(t, source) for n, t in (before or self._begun(input_ids)).items()}
         goes_on, token = source >= 0, input_ids[:, -1]
         unsure = state["entropy"] >= self.entropy
         hit = goes_on & unsure & torch.isin(token, torch.tensor(self.transitions, device=token.device))
@@ -84,7 +84,7 @@ class PathDeviation:
         state["streak"] = torch.where(self.index > self.tau, state["streak"] + 1, 0)
         state["done"] = state["done"] | (goes_on & (token == self.stop))
         state["entropy"] = torch.special.entr(scores.double().softmax(-1)).sum(-1)
-        self._state = state
+        self._rows.keep(input_ids, state)
         self.fired = (state["streak"] >= self.patience) & ~state["done"]
         return only(scores, self.fired, self.stop)
 
