@@ -7,13 +7,14 @@ import math
 from functools import cache
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from hcx.passes.exits import token_batches
 from hcx.passes.observation import NeuronMonitor, PathDeviation, Separation, Unit, separation
 from hcx.passes.observation.rows import Rows
 from hcx.passes.observation.separation import auroc, best_threshold
-from hcx.rewrite import UsageError, trace
+from hcx.rewrite import UsageError, load, trace
 from hcx.rewrite.generation import greedy
 
 from tests.conftest import tiny_llama
@@ -315,9 +316,135 @@ def test_beams_keep_what_belongs_to_their_text(llama, observed):
         assert values[first] >= unit.threshold and 77 not in row[8 : 8 + first] and row[8 + first] == 77
 
 
+def test_taps_of_several_runs_are_not_taken_for_those_of_one(llama, observed):
+    """With guidance the last run before a judgement is that of the unconditional branch."""
+    pytest.importorskip("transformers")
+    ids = llama.ids(2, 8)
+    monitor = NeuronMonitor(observed, units_of(observed, llama.ids(8, 30), 0.2), force=77)
+    model = observed.as_pretrained(on_taps=monitor.see)
+    call = {"max_new_tokens": 4, "do_sample": False, "logits_processor": [monitor]}
+    plain = model.generate(ids, **call)
+    for more in ({"guidance_scale": 1.5, "negative_prompt_ids": llama.ids(2, 5, 90)}, {"prefill_chunk_size": 4}):
+        with pytest.raises(UsageError, match="the model ran 2 times since the last step") as caught:
+            model.generate(ids, **call, **more)
+        assert caught.value.where == "NeuronMonitor" and next(iter(more)) in caught.value.hint
+        assert torch.equal(model.generate(ids, **call), plain)  # nothing is left of what was refused
+    model(ids)
+    with pytest.raises(UsageError, match=r"(?s)2 times.*reset"):
+        model.generate(ids, **call)
+    model(ids)
+    monitor.reset()
+    assert torch.equal(model.generate(ids, **call), plain)
+
+
+READABLE = [
+    ("mixtral", "observe{modules=[mlp.experts],side=input}", "inner.model.layers.1.mlp.experts.input"),
+    ("qwen3", "observe{modules=[q_norm]}", "inner.model.layers.1.self_attn.q_norm.output"),
+    ("t5", "observe{modules=[*.encoder.block.1.*.wo]}", "inner.encoder.block.1.layer.1.DenseReluDense.wo.output"),
+    ("t5", "observe{modules=[*.decoder.block.1.*.EncDecAttention.k]}", "inner.decoder.block.1.layer.1.EncDecAttention.k.output"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "pipeline", "site"), READABLE)
+def test_units_that_are_not_at_the_positions_of_the_tokens_are_refused(name, pipeline, site):
+    """Rows of all texts in one axis, heads, and the positions of an encoder."""
+    program = traced(name).rewrite(pipeline, check=False)
+    with pytest.raises(UsageError, match=rf"unit 2 of tap `observe\.{site}` cannot be read") as caught:
+        NeuronMonitor(program, [Unit(site, 2, 0.0, True)], force=3)
+    assert caught.value.hint
+    with pytest.raises(UsageError, match="no tap is"):
+        separation(program, [program.examples[0]] * 2, before=[3])
+
+
+def test_a_program_from_a_folder_is_read_as_the_one_in_memory(llama, observed, tmp_path):
+    observed.save(tmp_path / "a.hcx")
+    (unit,) = units_of(observed, llama.ids(8, 30), 0.3)
+    texts = []
+    for make in (lambda: observed, lambda: load(tmp_path / "a.hcx")):  # each time as it comes from the file
+        program = make()
+        monitor = NeuronMonitor(program, [unit], force=77)
+        texts.append(greedy(program, llama.ids(2, 8), 6, logits_processor=[monitor], on_taps=monitor.see))
+    assert torch.equal(*texts) and bool((texts[0][:, 8:] == 77).any())
+    batches = [[llama.ids(2, 20, 40 * k)] for k in range(4)]
+    kept, again = (separation(p, batches, before=list(range(3, 45))) for p in (observed, load(tmp_path / "a.hcx")))
+    assert kept == again
+
+
+def test_units_of_a_decoder_behind_an_encoder_are_read():
+    """Taps with all positions and with the last one, whatever else is observed."""
+    taps = "observe{modules=[wo],side=input},observe{modules=[*.decoder.block.1.*.wo],last=true}"
+    program = traced("t5").rewrite(taps, check=False)
+    sites = [f"inner.decoder.block.1.layer.2.DenseReluDense.wo.{side}" for side in ("input", "output")]
+    monitor = NeuronMonitor(program, [Unit(sites[0], 2, -1e9, True), Unit(sites[1], 31, 1e9, False)], force=3, need=2)
+    assert monitor.places == [(f"observe.{sites[0]}", 2), (f"observe_1.{sites[1]}", 31)]
+    values = program.run_flat(program.examples[0], taps=True)[len(program.output_names) :]
+    monitor.see(dict(zip(program.taps, values, strict=True)))
+    ids = program.examples[0][1]
+    assert bool((monitor(ids, torch.zeros(len(ids), 40)).argmax(1) == 3).all())
+
+
+@pytest.mark.parametrize(
+    ("change", "where", "says"),
+    [
+        ({"unit": 32}, "observe", "no tap holds unit 32 of `model.layers@3`"),
+        ({"unit": -1}, "unit", "unit=-1"),
+        ({"unit": 1.5}, "unit", "unit=1.5"),
+        ({"threshold": math.nan}, "threshold", "unit 2 of tap `observe_1.model.layers@3` is nan"),
+        ({"threshold": None}, "threshold", "is None"),
+        ({"threshold": "1"}, "threshold", "is 1"),
+        ({"site": "model.layers@4"}, "observe", "no tap holds unit 2 of `model.layers@4`"),
+    ],
+)
+def test_a_unit_that_cannot_be_read_is_refused(observed, change, where, says):
+    with pytest.raises(UsageError) as caught:
+        NeuronMonitor(observed, [Unit(**{"site": "model.layers@3", "unit": 2, "threshold": 0.0, "above": True, **change})], force=1)  # fmt: skip
+    assert caught.value.where == where and says in str(caught.value) and caught.value.hint
+
+
+def test_taps_of_another_program_are_refused(llama, observed):
+    monitor = NeuronMonitor(observed, [Unit("model.layers@3", 2, 0.0, True)], force=1)
+    ids = llama.ids(2, 8)
+    for other, got in (("observe{at=[1]}", "none"), ("observe{at=[2]},observe{at=[3],units=[4,2,9]}", r"\[2, 8, 3\]")):
+        model = llama.program.rewrite(other, check=False).as_pretrained(on_taps=monitor.see)
+        with pytest.raises(UsageError, match=rf"tap `observe_1.model.layers@3` is .*, 32\], given was {got}"):
+            model.generate(ids, max_new_tokens=1, logits_processor=[monitor])
+
+
+def test_something_must_be_left_that_can_follow(llama, observed):
+    monitor = NeuronMonitor(observed, [Unit("model.layers@3", 2, -1e9, True)], suppress=range(128))
+    seldom = NeuronMonitor(observed, [Unit("model.layers@3", 2, 1e9, True)], suppress=range(128))
+    most = NeuronMonitor(observed, [Unit("model.layers@3", 2, -1e9, True)], suppress=range(127))
+    ids = llama.ids(2, 8)
+    for rule in (monitor, seldom):  # also where no unit fires yet
+        with pytest.raises(UsageError, match="without 128 of 128 tokens"):
+            greedy(observed, ids, 1, logits_processor=[rule], on_taps=rule.see)
+    assert greedy(observed, ids, 1, logits_processor=[most], on_taps=most.see)[:, -1].tolist() == [127, 127]
+
+    def before(input_ids, scores):
+        return scores.masked_fill(torch.arange(128) == 127, -math.inf)
+
+    with pytest.raises(UsageError, match="without 127 of 128 tokens") as caught:
+        greedy(observed, ids, 1, logits_processor=[before, most], on_taps=most.see)
+    assert caught.value.where == "suppress"
+
+
+def test_numbers_of_numpy_and_torch_are_numbers(observed):
+    unit = Unit("model.layers@3", np.int64(2), np.float32(0.5), True)
+    monitor = NeuronMonitor(observed, [unit], suppress=np.array([4, 9]), need=np.int32(1))
+    assert monitor.suppress == (4, 9) and monitor.places == [("observe_1.model.layers@3", 2)]
+    assert NeuronMonitor(observed, [unit], force=torch.tensor(7)).force == 7
+    rule = PathDeviation(torch.tensor([WAIT, BUT]), np.int64(STOP), tau=np.float64(0.1), recent=np.int16(2))
+    assert rule.transitions == (WAIT, BUT) and rule.stop == STOP and type(rule.recent) is int
+
+
 @pytest.mark.parametrize(
     ("options", "where"),
     [
+        ({"suppress": 5}, "suppress"),
+        ({"suppress": np.array([True])}, "suppress"),
+        ({"suppress": torch.tensor([True, False])}, "suppress"),
+        ({"force": 1, "need": 0.5}, "need"),
+        ({"force": 1, "need": 0}, "need"),
         ({}, "NeuronMonitor"),
         ({"suppress": [1], "force": 2}, "NeuronMonitor"),
         ({"suppress": []}, "suppress"),
@@ -357,6 +484,17 @@ def test_what_a_monitor_needs_must_be_there(llama, observed):
         ({"before": [2]}, "0 have the event"),
         ({"where": [torch.ones(2, 20, dtype=torch.bool)]}, "1 masks for 4"),
         ({"where": [torch.ones(2, 19, dtype=torch.bool)] * 4}, "mask 0"),
+        ({"before": [5], "count": -2}, "count=-2"),
+        ({"before": [5], "count": 0}, "count=0"),
+        ({"before": [5], "count": 2.5}, "count=2.5"),
+        ({"before": [5], "share": -3}, "share=-3"),
+        ({"before": [5], "share": 0}, "share=0"),
+        ({"before": [5], "share": 1.5}, "share=1.5"),
+        ({"before": [5], "share": math.nan}, "share=nan"),
+        ({"before": [5], "skip": -1}, "skip=-1"),
+        ({"before": 5}, "before=5 is no list"),
+        ({"before": []}, "before="),
+        ({"before": [1.5]}, "before="),
     ],
 )
 def test_an_event_that_cannot_be_meant_is_refused(llama, observed, options, says):
@@ -554,7 +692,8 @@ def test_states_of_the_last_lengths_are_kept():
 
 @pytest.mark.parametrize(
     "options",
-    [{"tau": -0.1}, {"tau": 1.0}, {"tau": 0.1, "patience": 0}, {"tau": 0.1, "recent": 0}, {"tau": math.nan}, {"tau": 0.1, "entropy": math.nan}, {"tau": 0.1, "transitions": []},
+    [{"tau": -0.1}, {"tau": 1.0}, {"tau": 0.1, "patience": 0}, {"tau": 0.1, "recent": 0},
+     {"tau": 0.1, "recent": 2.5}, {"tau": 0.1, "patience": 1.5}, {"tau": 0.1, "patience": "8"}, {"tau": 0.1, "transitions": 3}, {"tau": math.nan}, {"tau": 0.1, "entropy": math.nan}, {"tau": 0.1, "transitions": []},
      {"tau": 0.1, "stop": True}],
 )  # fmt: skip
 def test_a_rule_that_cannot_be_meant_is_refused(options):

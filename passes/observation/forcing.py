@@ -10,18 +10,6 @@ from hcx.rewrite.errors import UsageError
 IMPOSSIBLE = float("-inf")
 
 
-def token_ids(ids: Iterable[int], option: str) -> tuple[int, ...]:
-    """Different token ids in order.
-
-    Raises:
-        UsageError: none, or something that is no id.
-    """
-    found = tuple(dict.fromkeys(ids))
-    if not found or any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in found):
-        raise UsageError(f"{option}={list(found)} are no token ids", where=option, hint="numbers from 0 on")
-    return found
-
-
 def fit_vocabulary(ids: Iterable[int], scores: torch.Tensor, option: str) -> None:
     """Refuse ids that ``[B, V]`` scores have no column for."""
     if (largest := max(ids)) >= scores.shape[-1]:
@@ -29,10 +17,18 @@ def fit_vocabulary(ids: Iterable[int], scores: torch.Tensor, option: str) -> Non
 
 
 def without(scores: torch.Tensor, rows: torch.Tensor, ids: Iterable[int]) -> torch.Tensor:
-    """Scores ``[B, V]`` in which the chosen rows (bool ``[B]``) cannot take these tokens."""
+    """Scores ``[B, V]`` in which the chosen rows (bool ``[B]``) cannot take these tokens.
+
+    Raises:
+        UsageError: nothing is left for a chosen row; argmax would take token 0 of it, without a word.
+    """
     columns = torch.zeros(scores.shape[-1], dtype=torch.bool, device=scores.device)
     columns[list(ids)] = True
-    return scores.masked_fill(rows[:, None] & columns, IMPOSSIBLE)
+    left = scores.masked_fill(rows[:, None] & columns, IMPOSSIBLE)
+    if bool((rows & (left == IMPOSSIBLE).all(-1)).any()):
+        raise UsageError(f"without {int(columns.sum())} of {len(columns)} tokens nothing can follow", where="suppress",
+                         hint="suppress fewer tokens, also with the processors in front of this one")  # fmt: skip
+    return left
 
 
 def only(scores: torch.Tensor, rows: torch.Tensor, token: int) -> torch.Tensor:

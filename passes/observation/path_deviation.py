@@ -16,7 +16,8 @@ from collections.abc import Iterable
 import torch
 from hcx.rewrite.errors import UsageError
 
-from .forcing import fit_vocabulary, only, token_ids
+from .arguments import token_ids, whole
+from .forcing import fit_vocabulary, only
 from .rows import Rows, carried
 
 
@@ -53,14 +54,12 @@ class PathDeviation:
         entropy: float = 0.0,
     ):
         self.transitions, (self.stop,) = token_ids(transitions, "transitions"), token_ids([stop], "stop")
-        for name, number in (("patience", patience), ("recent", recent)):
-            if number < 1:
-                raise UsageError(f"{name}={number}: it counts tokens", where=name, hint="1 or more")
+        self.patience, self.recent = whole(patience, "patience", 1), whole(recent, "recent", 1)
         if not 0 <= tau < 1:
             raise UsageError(f"tau={tau}: rates differ by less than 1", where="tau", hint="0 <= tau < 1")
         if not entropy >= 0:
             raise UsageError(f"entropy={entropy}: it is 0 or more", where="entropy", hint="in nats")
-        self.tau, self.patience, self.recent, self.entropy = tau, patience, recent, entropy
+        self.tau, self.entropy = tau, entropy
         self._rows = Rows()
         self.reset()
 

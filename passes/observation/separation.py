@@ -19,7 +19,8 @@ import torch
 from hcx.rewrite.errors import UsageError
 from hcx.rewrite.program import Program
 
-from .taps import observed
+from .arguments import token_ids, whole
+from .taps import observed, widths
 from .values import exactly
 
 Batches = Sequence[list[torch.Tensor]]
@@ -92,7 +93,7 @@ def separation(
     """The units of the observed values that separate best.
 
     Args:
-        program: with ``observe`` taps ``[batch, position, units]``; others are left out.
+        program: with ``observe`` taps ``[batch, position, units]`` at the positions of its tokens; others are left out.
         batches: flat inputs of calls; token ids are among them.
         before: token ids: the event is that one of them comes next. Or
         where: bool ``[batch, position]`` for each call: where the event is.
@@ -101,8 +102,11 @@ def separation(
         skip: leading positions of each row that are left out: the first token of a decoder carries an attention sink.
 
     Raises:
-        UsageError: no taps, too few calls, or a part without one of the two kinds of positions.
+        UsageError: no taps, too few calls, an option out of range, or a part without one of the two kinds of positions.
     """
+    count, skip = whole(count, "count", 1), whole(skip, "skip", 0)
+    if not 0 < share <= 1:
+        raise UsageError(f"share={share} of the calls", where="share", hint="between 0 and 1")
     if (before is None) == (where is None):
         raise UsageError("the event is told by token ids or by masks", where="separation", hint="before= or where=")
     cut = max(1, round(share * len(batches)))
@@ -111,7 +115,8 @@ def separation(
                          hint="give at least two calls")  # fmt: skip
     if where is not None and len(where) != len(batches):
         raise UsageError(f"{len(where)} masks for {len(batches)} calls", where="where")
-    data = _Data(program, batches, frozenset(before or ()), where, skip)
+    known = frozenset(token_ids(before, "before") if before is not None else ())
+    data = _Data(program, batches, known, where, skip)
     moments: dict[str, _Moments] = {}
     for values, event in data.read(range(cut)):
         for tap, x in values.items():
@@ -224,27 +229,25 @@ class _Data:
         self.tokens = names.index(program.signature.tokens)
         mask = program.signature.tokens.removesuffix("input_ids") + "attention_mask"
         self.mask = names.index(mask) if mask in names else None
-        self.taps = {tap: about for tap, about in observed(program).items() if not about["last"]}
-        if not self.taps:
+        taps = {tap: about for tap, about in observed(program).items() if not about["last"]}
+        if not taps:
             raise UsageError("the program has no taps of every position", where="observe",
                              hint="rewrite it with observe{...}, without last=true")  # fmt: skip
+        readable = widths(program)
+        self.taps = {tap: about for tap, about in taps.items() if tap in readable}
+        if not self.taps:
+            raise UsageError("no tap is [batch, position, units] at the positions of the tokens", where="observe",
+                             hint=f"taps: {', '.join(list(taps)[:6])}")  # fmt: skip
 
     def read(self, calls: range) -> Iterator[tuple[dict[str, torch.Tensor], torch.Tensor]]:
         """(tap -> ``[N, units]``, event ``[N]``) of each call, over the positions that count."""
         outputs = len(self.program.output_names)
         for number in calls:
             flat = self.program.signature.complete(self.batches[number])
-            ids = flat[self.tokens]
             with torch.no_grad():
                 results = self.program.run_flat(flat, taps=True)[outputs:]
             kept, event = self._positions(number, flat)
-            values = {
-                tap: v[kept]
-                for tap, v in zip(self.program.taps, results, strict=True)
-                if tap in self.taps and v.dim() == 3 and v.shape[:2] == ids.shape
-            }
-            if not values:
-                raise UsageError("no tap is [batch, position, units]", where="observe")
+            values = {tap: v[kept] for tap, v in zip(self.program.taps, results, strict=True) if tap in self.taps}
             yield values, event[kept]
 
     def _positions(self, number: int, flat: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
