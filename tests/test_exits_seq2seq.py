@@ -202,15 +202,54 @@ def test_translated_streams(net):
 
 
 def test_what_cannot_be_decoded_from_is_refused(net, llama):
-    own = net.program.rewrite(f"exits{{stack={STACK},at=[1],head=norm}}", check=False)
+    own = net.program.rewrite(f"exits{{stack={STACK},at=[1],head=own}}", check=False)
     for make in (
         lambda: EncoderExits(net.program, at=(4,), stack=STACK),
         lambda: EncoderExits(net.program, stack=STACK),
         lambda: EncoderExits(net.program, at=(1,), stack="model.decoder.layers"),
         lambda: EncoderExits(llama.program, at=(1,)),
+        lambda: EncoderExits(net.program, at=2, stack=STACK),
         lambda: EncoderExits(own),
+        lambda: EncoderExits(own, at=[1], stack=STACK),
         lambda: decoded(net, EncoderExits(net.program, at=PLACES, stack=STACK), rule="best"),
     ):
         with pytest.raises(UsageError) as caught:
             make()
         assert caught.value.where and caught.value.hint
+
+
+def test_another_place_than_that_of_a_head_of_its_own_is_read_as_it_is(net):
+    own = net.program.rewrite(f"exits{{stack={STACK},at=[1],head=own}}", check=False)
+    found = decoded(net, EncoderExits(own, at=[3], stack=STACK), threshold=-math.inf)
+    assert found.tokens == [net.by_hand(row, 3, net.stop)[0] for row in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("changed", "where"),
+    [
+        ({"prompt": PROMPT.expand(5, 2)}, "prompt"),
+        ({"prompt": PROMPT[:0]}, "prompt"),
+        ({"prompt": PROMPT.float()}, "prompt"),
+        ({"prompt": torch.tensor([3, 30])}, "prompt"),
+        ({"prompt": torch.tensor([-1, 3])}, "prompt"),
+        ({"limit": 0}, "limit"),
+        ({"threshold": {1: 0.0}}, "threshold"),
+        ({"threshold": {1: 0.0, 2: 0.0, 3: 0.0}}, "threshold"),
+        ({"threshold": math.nan}, "threshold"),
+        ({"inputs": {}}, "inputs"),
+        ({"inputs": {"input_feature": torch.zeros(1, 8, 24)}}, "inputs"),
+        ({"inputs": {"input_features": torch.zeros(0, 8, 24)}}, "inputs"),
+        ({"not_first": (30,)}, "not_first"),
+        ({"not_first": (-1,)}, "not_first"),
+    ],
+)
+def test_calls_that_mean_nothing_are_refused(net, exits, changed, where):
+    call = {"inputs": {"input_features": net.mel}, "prompt": PROMPT, "stop": net.stop, "limit": LIMIT, **changed}
+    with pytest.raises(UsageError) as caught:
+        exits(**call)
+    assert caught.value.where == where and caught.value.hint
+
+
+def test_a_threshold_of_none_at_one_place_never_leaves_there(net, exits):
+    found = decoded(net, exits, threshold={1: None, 3: -math.inf})
+    assert found.depth.tolist() == [3] * 5 and [a.at for a in found.attempts] == [3]

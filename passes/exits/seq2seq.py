@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isnan
 
 import torch
 from hcx.rewrite.dataflow import Dataflow, value
@@ -99,21 +100,27 @@ class EncoderExits:
         exits = applied(program) if any(e["pass"] == NAME for e in program.history) else None
         if exits is not None and at is None:
             at, stack = exits.places, exits.details[0]["stack"]
-            if odd := [d["head"] for d in exits.details if d["head"] not in ("shared", "affine")]:
-                raise UsageError(f"head={odd[0]} is no view of the stream that the decoder could read",
-                                 where=program.signature.model, hint="head=shared or head=affine")  # fmt: skip
+        if isinstance(at, int | str) or not all(type(k) is int for k in at or ()):
+            raise UsageError(f"at={at!r} is no list of numbers of blocks", where="at", hint="e.g. at=[2, 3]")
         graph = never_leaving(program)
         plain = without_taps(graph, len(program.output_names))
         caches = {n.name for n in cache_nodes(program)}
         sites = find_in_graph(plain, {n for n in plain.nodes if n.name in caches})
         found = sites.stack(stack) if stack is not None else next(iter(sites.stacks), None)
         self.places = sorted(set(at or ()))
-        if found is None or not self.places or not all(isinstance(k, int) and 0 < k < found.depth for k in self.places):
+        if found is None or not self.places or not all(0 < k < found.depth for k in self.places):
             raise UsageError(f"no exits at {list(at or ())} in stack {stack or found and found.label}", where="at",
                              hint="at=[...] with 0 < at < depth; stacks: " + ", ".join(s.label for s in sites.stacks))  # fmt: skip
+        if exits is not None and exits.details[0]["stack"] != found.label:
+            exits = None  # of another stack, and so is what their numbers say
+        heads = [d["head"] for d in exits.details if d["at"] in self.places] if exits is not None else []
+        if odd := [h for h in heads if h not in ("shared", "affine")]:
+            raise UsageError(f"head={odd[0]} is no view of the stream that the decoder could read",
+                             where=program.signature.model, hint="head=shared or head=affine")  # fmt: skip
         self.depth = found.depth
         answer = answer_of(plain, len(program.output_names), found)
         reads = _memory(program, plain, found.boundaries[-1].node, answer)
+        self.classes = int(value(answer).shape[-1])
         self._cut(program, graph, exits, [found.boundary(k).node.name for k in self.places],
                   found.boundaries[-1].node.name, reads, answer.name)  # fmt: skip
 
@@ -167,15 +174,15 @@ class EncoderExits:
             not_first: tokens that may not come right after the prompt.
             must_end: never take an exit whose hypothesis has not ended within the limit: a decoder that repeats itself
                 is very sure of it. The model's own is taken as it is.
+
+        Raises:
+            UsageError: an input that there is none of, that is missing or empty; a prompt or ``not_first`` that are not
+                tokens; no limit; another rule; thresholds for other places or that are no numbers.
         """
-        rows = len(next(iter(inputs.values())))
-        if rule not in RULES:
-            raise UsageError(f"there is no rule `{rule}`", where="rule", hint=" or ".join(RULES))
+        rows = self._checked(inputs, prompt, limit, rule, threshold, not_first)
         default = NEVER if rule == "first" else -NEVER
-        limits = {
-            k: threshold[k] if isinstance(threshold, Mapping) else default if threshold is None else threshold
-            for k in self.places
-        }
+        given = threshold if isinstance(threshold, Mapping) else dict.fromkeys(self.places, threshold)
+        limits = {k: default if given[k] is None else given[k] for k in self.places}
         alive, known = torch.arange(rows), dict(inputs)
         found = Decoded([[]] * rows, torch.full((rows,), -NEVER), torch.zeros(rows, dtype=torch.long))
         for k in (*self.places, self.depth):
@@ -201,6 +208,40 @@ class EncoderExits:
             for number, attempt in enumerate(found.attempts):
                 self._take(found, attempt, taken == number)
         return found
+
+    def _checked(
+        self, inputs: Mapping[str, torch.Tensor], prompt: torch.Tensor, limit: int, rule: str,
+        threshold: float | Mapping[int, float] | None, not_first: Sequence[int],
+    ) -> int:  # fmt: skip
+        """Number of rows of a call."""
+        taken = {i.name for piece in self._pieces.values() for i in piece.inputs}
+        specs = {i.name: i for i in self.program.inputs if i.name in taken and i.name != self.tokens}
+        hint = "it takes " + ", ".join(specs)
+        if unknown := [n for n in inputs if n not in specs]:
+            raise UsageError(f"there is no input `{unknown[0]}`", where="inputs", hint=hint)
+        if missing := [n for n, i in specs.items() if i.fill is None and n not in inputs]:
+            raise UsageError(f"the input `{missing[0]}` is missing", where="inputs", hint=hint)
+        counts = {n: len(t) if t.dim() else 0 for n, t in inputs.items()}
+        if len(set(counts.values())) != 1 or 0 in counts.values():
+            raise UsageError(
+                f"the inputs have {counts} rows", where="inputs", hint="[B, ...] each, with B of 1 and more"
+            )
+        whole = prompt.dtype in (torch.int32, torch.int64) and prompt.dim() == 1 and len(prompt) > 0
+        if not whole or not bool(((prompt >= 0) & (prompt < self.classes)).all()):
+            raise UsageError(f"a prompt of {list(prompt.shape)} {prompt.dtype} is no row of tokens", where="prompt",
+                             hint=f"[P] integers from 0 to {self.classes - 1}, the same for every row")  # fmt: skip
+        if odd := [t for t in not_first if not 0 <= t < self.classes]:
+            raise UsageError(f"{odd[0]} is no token", where="not_first", hint=f"0 to {self.classes - 1}")
+        if type(limit) is not int or limit < 1:
+            raise UsageError(f"limit={limit!r} is no number of tokens", where="limit", hint="1 and more")
+        if rule not in RULES:
+            raise UsageError(f"there is no rule `{rule}`", where="rule", hint=" or ".join(RULES))
+        limits = threshold if isinstance(threshold, Mapping) else dict.fromkeys(self.places, threshold)
+        if set(limits) != set(self.places):
+            raise UsageError(f"thresholds for {list(limits)}", where="threshold", hint=f"one for each of {self.places}")
+        if any(t is not None and isnan(t) for t in limits.values()):
+            raise UsageError("a threshold is nan: not a number", where="threshold", hint="infinity never leaves")
+        return next(iter(counts.values()))
 
     @staticmethod
     def _take(found: Decoded, attempt: Attempt, chosen: torch.Tensor) -> None:
