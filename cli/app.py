@@ -227,7 +227,7 @@ def calibrate(
     risk: Annotated[float | None, typer.Option("--risk", metavar="SHARE", help="of other answers, by Learn-then-Test")] = None,
     held_out: Annotated[str | None, typer.Option("--held-out", metavar="FILE", help="default: the last third of --text")] = None,
     method: Annotated[str, typer.Option("--method", metavar="NAME", help="eero or quantile")] = "eero",
-    confidence: Annotated[float, typer.Option("--confidence", help="of --risk")] = 0.95,
+    confidence: Annotated[float | None, typer.Option("--confidence", help="of --risk; default 0.95")] = None,
     output: Replaced = None, overwrite: Overwrite = False, length: Length = 256,
     weights: Weights = None, json: Json = False, verbose: Verbose = 0,
 ) -> int:

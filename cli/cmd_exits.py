@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,8 @@ def fit(
     Raises:
         UsageError: nothing to fit, a text that is too short, or no exits.
     """
+    if not 0 <= ridge < math.inf:
+        raise UsageError(f"--ridge {ridge:g} is no penalty", where="--ridge", hint="finite and at least 0, e.g. 1e-3")
     program, target, started = *_open(artefact, output, overwrite, weights, progress), time.perf_counter()
     from hcx.passes.exits import fit as fit_exits
     from hcx.passes.exits import token_batches
@@ -60,7 +63,7 @@ def calibrate(
     agreement: float | None = None,
     risk: float | None = None,
     method: str = "eero",
-    confidence: float = 0.95,
+    confidence: float | None = None,
     output: str | None = None,
     overwrite: bool = False,
     length: int = 256,
@@ -84,6 +87,9 @@ def calibrate(
         raise UsageError(
             "give one target", where="hcx exits calibrate", hint="--budget 24, --agreement 0.95 or --risk 0.05"
         )
+    if confidence is not None and (risk is None or not 0 < confidence < 1):
+        wrong = "belongs to --risk" if risk is None else f"is a share, not {confidence:g}"
+        raise UsageError(f"--confidence {wrong}", where="--confidence", hint="--risk 0.05 --confidence 0.95")
     if method not in ("eero", "quantile"):
         raise UsageError(f"there is no method {method!r}", where="--method", hint="eero or quantile")
     program, target, started = *_open(artefact, output, overwrite, weights, progress), time.perf_counter()

@@ -244,8 +244,8 @@ def test_candidates_restrict_what_the_score_reads_not_the_answer(llama, head, ma
 @pytest.mark.parametrize(
     "options",
     [
-        "head=norm,score=jei",
-        "head=mlp,score=gate,candidates=9",
+        "head=norm,score=gate",
+        "head=mlp,score=jei,candidates=9",
         "head=block,score=probe",
         "score=cosine",
         "score=palbert",

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hcx.passes.exits import error_rate, hypothesis_posterior, losses, spelled
 from hcx.passes.exits.sequences import choose
+from hcx.rewrite import UsageError
 from torch.nn import functional as F
 
 
@@ -99,3 +100,32 @@ def test_choose():
     assert choose(scores, [0.95, -inf], "max", own).tolist() == [1, 1, 1, 2, 1]
     assert choose(scores, [-inf, inf], "max").tolist() == [0, 0, 2, 0, 0]
     assert choose(scores, [-inf, -inf], "max", torch.full((5,), nan)).tolist() == [2] * 5
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8, torch.float32])
+def test_masks_of_numbers_are_those_of_bools(dtype):
+    logits, valid = draw(3, 5, 3), torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+    classes = torch.tensor([[3, 3, 0, 3, 1], [1, 0, 1, 1, 2], [1, 2, 0, 2, 2]])
+    assert spelled(classes, valid.to(dtype), 0) == [(3, 3, 1), (1, 1), (1, 2, 2)]
+    expected = [
+        log_likelihood(row[keep.bool()], collapsed(tuple(row[keep.bool()].argmax(-1).tolist()), 0), 0) / int(keep.sum())
+        for row, keep in zip(logits, valid, strict=True)
+    ]
+    assert hypothesis_posterior(logits, valid.to(dtype)).tolist() == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("call", "where"),
+    [
+        (lambda: error_rate([(1, 2)], [(1, 2), (3,)]), "found"),
+        (lambda: losses.ctc([], torch.tensor([[1]])), "readings"),
+        (lambda: losses.ctc([draw(1, 4, 3)], torch.tensor([[1]]), weights=[]), "readings"),
+        (lambda: choose(torch.zeros(2, 3), [0.0, 0.0], "best"), "rule"),
+        (lambda: choose(torch.zeros(2, 3), [0.0]), "thresholds"),
+        (lambda: choose(torch.zeros(2, 3), [0.0] * 3), "thresholds"),
+    ],
+)
+def test_what_does_not_fit_is_refused(call, where):
+    with pytest.raises(UsageError) as caught:
+        call()
+    assert caught.value.where == where and caught.value.hint

@@ -324,7 +324,13 @@ def test_a_cache_holds_no_whole_sequences():
 
 @pytest.mark.parametrize(
     "options",
-    ["per=sequence,score=patience", "per=sequence,score=probe", "rule=max,score=cosine", "rule=max,form=cond"],
+    [
+        "per=sequence,score=patience",
+        "per=sequence,score=probe",
+        "rule=max,score=cosine",
+        "rule=max,form=cond",
+        *(f"score={s},candidates=5" for s in ("cosine", "probe", "gate", "palbert")),
+    ],
 )
 def test_options_that_do_not_go_together_are_refused(options, wav2vec2):
     with pytest.raises(UsageError) as caught:
@@ -451,3 +457,50 @@ def test_onnx_chooses_the_same_exits(rule, hubert, max_diff, tmp_path):
     assert len(taps["exits.depth"].unique()) > 1
     session = OnnxSession(to_onnx(program, tmp_path / "m.onnx").path)
     assert max_diff(session(**hubert.call).logits, output.logits) <= NEAR
+
+
+def test_options_that_would_do_nothing_are_refused(hubert):
+    whole = hubert.program.rewrite("exits{at=[2,4],per=sequence}", check=False)
+    single = hubert.program.rewrite("exits{at=[2,4]}", check=False)
+    batch = [whole.signature.bind((), hubert.call)]
+    for call, where in (
+        (lambda: measure(whole, batch, skip=6), "skip"),
+        (lambda: measure(whole, batch, blank=12), "blank"),
+        (lambda: measure(whole, batch, blank=-1), "blank"),
+        (lambda: calibrate(single, batch, batch, budget=4, blank=0), "blank"),
+        (lambda: calibrate(whole, batch, batch, budget=4, confidence=0.9), "confidence"),
+        (lambda: calibrate(whole, batch, batch, risk=0.1, confidence=1), "confidence"),
+        (lambda: calibrate(whole, batch, batch, risk=0.1, confidence=math.nan), "confidence"),
+        (lambda: set_thresholds(whole, {2: math.nan}), "thresholds"),
+        (lambda: fit(whole, batch, ridge=math.nan), "ridge"),
+        (lambda: fit(whole, batch, ridge=-1), "ridge"),
+    ):
+        with pytest.raises(UsageError) as caught:
+            call()
+        assert caught.value.where == where and caught.value.hint
+    assert measure(whole, batch, blank=11).hypotheses
+
+
+def test_a_risk_that_nothing_meets_is_said_so(hubert):
+    program = hubert.program.rewrite("exits{at=[2,4],per=sequence}", check=False)
+    batch = [program.signature.bind((), hubert.call)]  # six sentences can show no risk of 1 %
+    _, report = calibrate(program, batch, batch, risk=0.01)
+    assert set(report.thresholds.values()) == {None}
+    assert "no thresholds passed" in report.note and "p = 1" not in report.note and "0.95" in report.note
+
+
+@pytest.mark.parametrize(
+    ("command", "options", "where"),
+    [
+        ("fit", {"ridge": math.nan}, "--ridge"),
+        ("fit", {"ridge": -1.0}, "--ridge"),
+        ("calibrate", {"budget": 3.0, "confidence": 0.9}, "--confidence"),
+        ("calibrate", {"risk": 0.1, "confidence": 1.0}, "--confidence"),
+    ],
+)
+def test_the_command_line_refuses_the_same_before_it_opens_anything(command, options, where):
+    from hcx.cli import cmd_exits
+
+    with pytest.raises(UsageError) as caught:
+        getattr(cmd_exits, command)("no.hcx", text="no.txt", **options)
+    assert caught.value.where == where and caught.value.hint

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -16,6 +17,9 @@ from .inserted import NEVER
 from .places import Place
 from .rules import for_agreement, for_budget, learn_then_test
 from .trials import Batches, measure
+
+CONFIDENCE = 0.95
+"""Of a risk, where none is given."""
 
 
 @dataclass
@@ -54,7 +58,7 @@ def calibrate(
     agreement: float | None = None,
     risk: float | None = None,
     method: Literal["eero", "quantile"] = "eero",
-    confidence: float = 0.95,
+    confidence: float | None = None,
     skip: int = 0,
     labels: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None,
     blank: int | None = None,
@@ -65,7 +69,8 @@ def calibrate(
         batches: calls to choose the thresholds on; ``held_out``: others, to measure them on.
         budget: mean depth in blocks.
         agreement: least share of positions with the model's own answer, on ``batches``.
-        risk: largest share of positions with another answer, by Learn-then-Test with this ``confidence``.
+        risk: largest share of positions with another answer, by Learn-then-Test with this ``confidence``, between 0 and
+            1; None: 0.95. Other targets have none.
         method: where on the scores exits share the work: ``eero`` weighs them by their risk alone, ``quantile`` by
             their place.
         skip: leading positions of each row that are left out.
@@ -76,7 +81,8 @@ def calibrate(
     Positions are sequences in all figures where the exits are ``per=sequence``.
 
     Raises:
-        UsageError: not one target, one that cannot be met, no exits in select form, or ``rule=max``.
+        UsageError: not one target, one that cannot be met, a confidence that is none, no exits in select form, or
+            ``rule=max``.
     """
     targets = {k: v for k, v in {"budget": budget, "agreement": agreement, "risk": risk}.items() if v is not None}
     if len(targets) != 1:
@@ -84,6 +90,11 @@ def calibrate(
     for name in ("agreement", "risk"):
         if name in targets and not 0 < targets[name] < 1:
             raise UsageError(f"{name} is a share, not {targets[name]:g}", where=name, hint=f"0 < {name} < 1")
+    if confidence is not None and risk is None:
+        raise UsageError("confidence belongs to a risk", where="confidence", hint="with risk=..., or leave it out")
+    confidence = CONFIDENCE if confidence is None else confidence
+    if not 0 < confidence < 1:
+        raise UsageError(f"confidence is a share, not {confidence:g}", where="confidence", hint="0 < confidence < 1")
     exits = applied(program)
     if exits.rule == "max":
         raise UsageError("rule=max computes every exit and the model, so thresholds save nothing", where="calibrate",
@@ -98,7 +109,8 @@ def calibrate(
         thresholds = for_agreement(seen, agreement, method)
     else:
         thresholds, p = learn_then_test(seen, risk, confidence, method)
-        note = f"p = {p:.2g} for the last thresholds that passed, confidence {confidence:g}; nominal within one text"
+        passed = f"p = {p:.2g} for the last thresholds that passed" if p < 1 else "no thresholds passed"
+        note = f"{passed}, confidence {confidence:g}; nominal within one text"
     if all(t == NEVER for t in thresholds) and budget != exits.depth:
         note += ("; " if note else "") + "no exit can leave within the target"
     costs = exit_costs(exits, batches[0])
@@ -119,12 +131,15 @@ def set_thresholds(program: Program, thresholds: dict[Place, float]) -> Program:
     The history then says what the Program promises: bitwise the model only while nothing can leave.
 
     Raises:
-        UsageError: no exits in select form, or none at one of the places.
+        UsageError: no exits in select form, none at one of the places, or a threshold that is no number.
     """
     exits = applied(program)
     wrong = [k for k in thresholds if k not in exits.places]
     if wrong:
         raise UsageError(f"there is no exit after {wrong[0]} blocks", where="thresholds", hint=f"exits: {exits.places}")
+    if odd := [k for k, v in thresholds.items() if math.isnan(v)]:
+        raise UsageError(f"the threshold after {odd[0]} blocks is nan: not a number", where="thresholds",
+                         hint="infinity never leaves")  # fmt: skip
     new = with_values(program, {exits.tensor(k, "threshold"): torch.tensor([v]) for k, v in thresholds.items()})
     entry = applied(new).entry
     for site in entry["plan"]["steps"][0]["sites"]:

@@ -52,7 +52,7 @@ class Exits(Pass):
             ``palbert``: over one MLP for all exits, which also reads the stream of a block earlier; ``jei``: gate over
             features of the softmax. All but the softmax ones, ``patience`` and ``jei`` need no head where nothing leaves.
         threshold: leave where the score reaches it; None never leaves, which keeps the function bitwise.
-        candidates: how many rows of the head the score reads; None reads all. The answer of an exit has all rows.
+        candidates: how many rows of the head the score reads, not with a score of the stream; None reads all. The answer of an exit has all rows.
         per: what leaves together: each ``position``, or a ``sequence``: a row with all its positions, by the mean of the
             score over those that the call's mask keeps.
         rule: leave at the ``first`` exit whose score reaches its threshold; ``max``: at the surest of those whose score
@@ -86,6 +86,9 @@ class Exits(Pass):
         if self.candidates is not None and self.candidates < 2:
             raise UsageError(f"exits{{candidates={self.candidates}}}: a score compares at least 2 rows", where="candidates",
                              hint="e.g. candidates=1024; left out: all rows")  # fmt: skip
+        if self.candidates is not None and self.score in CHEAP:
+            raise UsageError(f"exits{{score={self.score},candidates={self.candidates}}}: the score reads no rows of the head",
+                             where="candidates", hint="leave it out, or a score of the softmax")  # fmt: skip
         if self.kv is not None and self.form == "select":
             raise UsageError(f"exits{{kv={self.kv}}}: select computes every block", where="kv", hint="form=cond")
         if self.per == "sequence" and self.score not in FOR_SEQUENCES:
@@ -323,6 +326,8 @@ class Exits(Pass):
             return f"`head` is {detail.get('head')!r}, must be one of {', '.join(HEADS)}"
         if detail.get("score") not in SCORES:
             return f"`score` is {detail.get('score')!r}, must be one of {', '.join(SCORES)}"
+        if detail.get("candidates") is not None and detail["score"] in CHEAP:
+            return f"`candidates` is {detail['candidates']!r}, and score={detail['score']} reads no rows of the head"
         if detail.get("per", "position") not in ("position", "sequence") or detail.get("rule", "first") not in RULES:
             return f"`per` is {detail.get('per')!r} and `rule` {detail.get('rule')!r}"
         if not isinstance(detail.get("threshold"), int | float | None):

@@ -6,6 +6,7 @@ block of their own are trained through their taps, with the losses of :mod:`hcx.
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -66,15 +67,17 @@ def fit(
 
     Args:
         batches: flat inputs, one list a call.
-        ridge: penalty, see :class:`~hcx.passes.exits.ridge.Ridge`.
+        ridge: penalty, finite and at least 0, see :class:`~hcx.passes.exits.ridge.Ridge`.
         share: of the calls that heads are fitted on; gates see the rest.
         skip: leading positions of each row that are left out: the first token of a decoder carries an attention sink.
         labels: truth for each call; classifiers are fitted to it instead, and gates to being right.
 
     Raises:
-        UsageError: nothing to fit, too few calls, no exits in select form, or labels of sequences, which do not say what
+        UsageError: nothing to fit, too few calls, a penalty that is none, no exits in select form, or labels of sequences, which do not say what
             each position is.
     """
+    if not 0 <= ridge < math.inf:
+        raise UsageError(f"ridge={ridge:g} is no penalty", where="ridge", hint="finite and at least 0, e.g. 1e-3")
     exits = applied(program)
     if labels is not None and exits.per == "sequence":
         raise UsageError("labels of sequences do not say what each position is", where="labels",

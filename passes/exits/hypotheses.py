@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
+from hcx.rewrite.errors import UsageError
 
 IGNORE = -100
 """Label that does not count, as in :mod:`hcx.passes.exits.losses`."""
@@ -20,14 +21,14 @@ def spelled(
     """What each row says.
 
     Args:
-        classes: ``[B, ...]``; ``valid``: which positions count, of the same shape.
+        classes: ``[B, ...]``; ``valid``: which positions count, of the same shape: bool, or a mask that is not 0 there.
         blank: of CTC: repeats are joined, then blanks taken out; None leaves the classes as they are.
 
     >>> spelled(torch.tensor([[3, 3, 0, 3, 4]]), blank=0), spelled(torch.tensor([[3, 3, 4]]))
     ([(3, 3, 4)], [(3, 3, 4)])
     """
     rows = classes.reshape(len(classes), -1)
-    keep = torch.ones_like(rows, dtype=torch.bool) if valid is None else valid.reshape(len(rows), -1)
+    keep = torch.ones_like(rows, dtype=torch.bool) if valid is None else valid.reshape(len(rows), -1) != 0
     found = []
     for row, kept in zip(rows, keep, strict=True):
         row = row[kept]
@@ -41,9 +42,10 @@ def spelled(
 def hypothesis_posterior(logits: torch.Tensor, valid: torch.Tensor | None = None, blank: int = 0) -> torch.Tensor:
     """Mean log posterior of each row's greedy hypothesis: over all CTC alignments with it, a frame, ``[B, T, C] -> [B]``.
 
-    It is never below that of the best path (the score ``posterior``), which is one of these alignments.
+    ``valid`` is bool or a mask that is not 0 where frames count. The figure is never below that of the best path (the score ``posterior``), which is one of these alignments.
     """
     log_p = logits.float().log_softmax(-1)
+    valid = valid != 0 if valid is not None else None  # a mask of numbers: `~` turns its bits over
     frames = _frames(logits, valid)
     found = spelled(logits.argmax(-1), valid, blank)
     lengths = torch.tensor([len(h) for h in found])
@@ -71,9 +73,14 @@ def _left_aligned(values: torch.Tensor, valid: torch.Tensor | None) -> torch.Ten
 def error_rate(found: Sequence[Sequence[int]], truth: Sequence[Sequence[int]]) -> float:
     """Label error rate: insertions, deletions and substitutions over the labels of the truth.
 
+    Raises:
+        UsageError: not as many rows as truths.
+
     >>> error_rate([(1, 2, 3), (5,)], [(1, 3), (4, 5)])
     0.5
     """
+    if len(found) != len(truth):
+        raise UsageError(f"{len(found)} hypotheses for {len(truth)} truths", where="found", hint="one a row, in order")
     return sum(map(distance, found, truth)) / max(1, sum(map(len, truth)))
 
 

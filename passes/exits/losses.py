@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
+from hcx.rewrite.errors import UsageError
 
 from .hypotheses import IGNORE
 
@@ -146,7 +147,13 @@ def ctc(
         weights: one a reading.
         reduction: ``mean`` divides each row by its labels, ``sum`` adds rows; as in ``torch.nn.functional.ctc_loss``.
         zero_infinity: a row with too few frames for its labels gives 0.
+
+    Raises:
+        UsageError: no readings, or not one weight a reading.
     """
+    if not len(readings) or (weights is not None and len(weights) != len(readings)):
+        raise UsageError(f"{len(readings)} readings and {len(weights or readings)} weights", where="readings",
+                         hint="losses.taps_of(taps), and last the model's own logits")  # fmt: skip
     counts = targets >= 0
     lengths, flat = counts.sum(1), targets[counts]
     weights = [1.0] * len(readings) if weights is None else weights

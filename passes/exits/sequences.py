@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 from hcx.rewrite.dataflow import Dataflow, shape, value
+from hcx.rewrite.errors import UsageError
 from hcx.rewrite.observe import reader
 from hcx.rewrite.pieces import is_size
 from hcx.rewrite.program import Program
@@ -80,10 +81,18 @@ def choose(
         rule: ``first`` that reaches its threshold; ``max``: the surest of those that do, and of the model.
         end: the model's own score, ``[N]``, for ``max``; without it the model is taken only where no exit may be.
 
+    Raises:
+        UsageError: another rule, or not one threshold an exit.
+
     >>> scores = torch.tensor([[0.2, 0.6, 0.1], [0.9, 0.7, 0.2]])
     >>> choose(scores, [0.5, 0.5]).tolist(), choose(scores, [0.5, 0.5], "max", torch.tensor([0.8, 0.8, 0.8])).tolist()
     ([1, 0, 2], [1, 2, 2])
     """
+    if rule not in RULES:
+        raise UsageError(f"there is no rule `{rule}`", where="rule", hint=" or ".join(RULES))
+    if len(thresholds) != len(scores):
+        raise UsageError(f"{len(thresholds)} thresholds for {len(scores)} exits", where="thresholds",
+                         hint="one an exit, in order; infinity never leaves")  # fmt: skip
     limits = torch.tensor(list(thresholds), dtype=scores.dtype, device=scores.device)
     fires = scores >= limits[:, None]
     if rule == "max":

@@ -109,22 +109,30 @@ def measure(
 
     Args:
         skip: leading positions of each row to leave out: a decoder's first token says little, and nothing fair can be
-            said of it. Sequences are taken as they are.
+            said of it. Sequences are taken whole.
         labels: the truth for each call, of the shape of the answer without its classes; of sequences ``[B, labels]``,
             filled up with -100.
-        blank: of CTC: sequences are the same where they are without repeats and blanks.
+        blank: of CTC: sequences are the same where they are without repeats and blanks; not for positions.
 
     Raises:
-        UsageError: no exits in select form, or nothing to run on.
+        UsageError: no exits in select form, nothing to run on, ``skip`` of sequences, or a ``blank`` of positions or that
+            is no class.
     """
     exits = program if isinstance(program, Applied) else applied(program)
+    whole = exits.per == "sequence"
+    if whole and skip:
+        raise UsageError(f"skip={skip}: sequences are taken whole", where="skip", hint="leave it out with per=sequence")
+    if blank is not None and not whole:
+        raise UsageError(f"blank={blank}: positions are compared one by one", where="blank", hint="per=sequence")
     graph = copy_graph(exits.graph)
     nodes = {n.name: n for n in graph.nodes}
+    classes = int(nodes[exits.answer].meta["val"].shape[-1])
+    if blank is not None and not 0 <= blank < classes:
+        raise UsageError(f"blank={blank} is no class of {classes}", where="blank", hint=f"0 to {classes - 1}")
     names = []
     with graph.inserting_before(graph.output_node()):
         for name in (*exits.logits, exits.answer):
             names.append(graph.call_function(torch.ops.aten.argmax.default, (nodes[name], -1)).name)
-    whole = exits.per == "sequence"
     own, valid = ([n] if n is not None else [] for n in (exits.own_score, exits.valid))
     read = reader(exits.program, graph, [*exits.scores, *own, *names, *valid])
     count, scores, answers = len(exits.places) + len(own), [], []
