@@ -11,7 +11,8 @@ import pytest
 import torch
 from hcx.passes import Exits
 from hcx.passes.exits import Compact, calibrate, exit_costs, fit, losses, measure, set_thresholds, split
-from hcx.passes.exits.sequences import averaged, find_valid
+from hcx.passes.exits.padding import find_valid
+from hcx.passes.exits.sequences import averaged
 from hcx.rewrite import NoMatchError, UsageError, load, trace
 from torch import nn
 from torch.nn import functional as F

@@ -25,8 +25,9 @@ from . import places
 from .heads import HEADS
 from .heads_copied import OWN_CACHE, last_part, norm_parameters, restrictable
 from .inserted import NEVER, Inserted, answer_of, readout, stream_misfit
+from .padding import find_valid
 from .scores import CHEAP, FOR_SEQUENCES, FROM_LOGITS, SCORES
-from .sequences import RULES, averaged, find_valid, is_surest, surest
+from .sequences import RULES, averaged, is_surest, surest
 
 
 def select(fire: torch.Tensor, early: torch.Tensor, late: torch.Tensor) -> torch.Tensor:
@@ -142,7 +143,7 @@ class Exits(Pass):
         found = {places.position(stack, k): k for k in reversed(wanted)}
         ordered = [found[i] for i in sorted(found)]
         head = self._head(program, stack, ordered, plan)
-        misfit = self._misfit(program, stack, head) or self._rows_misfit(program, stack)
+        misfit = self._misfit(program, stack, head) or self._rows_misfit(program, stack, plan.notes)
         if misfit is not None:
             plan.skips.append(Skip(stack.label, Reason.HEAD_SHAPE, misfit))
             return plan
@@ -204,7 +205,7 @@ class Exits(Pass):
             return None
         return restrictable(program, nodes, int(value(answer).shape[-1]), self.candidates)
 
-    def _rows_misfit(self, program: Program, stack: Stack) -> str | None:
+    def _rows_misfit(self, program: Program, stack: Stack, notes: list[str]) -> str | None:
         """Why a sequence cannot leave as a whole in this model, or None."""
         if self.per != "sequence":
             return None
@@ -213,7 +214,7 @@ class Exits(Pass):
         answer = _answer(program, stack)
         if shape(answer)[0] not in _batches(program):
             return f"the answer {_text(answer)} does not start with the batch, so it is not known what a row is"
-        found = find_valid(program, answer)
+        found = find_valid(program, answer, notes)
         return found if isinstance(found, str) else None
 
     def _check_form(self, program: Program, stack: Stack, plan: PassPlan) -> None:
