@@ -36,18 +36,24 @@ class Walker:
         self.scope = ""
         self.values: MutableMapping[fx.Node, Any] = {}
         self.weights: dict[str, Operand] = {}
+        self.order: list[fx.Node] = []
+        """Nodes that are to be emitted, in order; those in ``nested`` have been, in a branch."""
+        self.nested: set[fx.Node] = set()
+        self.given: dict[ir.Value, bool] = {}
+        """Predicates of the branches around this place."""
 
     def run(self, graph: fx.Graph, inputs: list[Operand]) -> list[Operand]:
         """Emit the graph; returns its outputs in order."""
         remaining = iter(inputs)
         self.fused = self.find(graph) if self.find else {}
         needed = self._needed(graph)
+        self.order = [n for n in graph.nodes if n in needed]
         for node in graph.nodes:
             if node.op == "placeholder":
                 self.values[node] = next(remaining)
             elif node.op == "output":
                 return [self._value(n) for n in _flat(node.args[0])]
-            elif node in needed:
+            elif node in needed and node not in self.nested:
                 try:
                     self._emit(node)
                 except Unsupported as reason:
@@ -119,17 +125,110 @@ class Walker:
         return True
 
     def _branch(self, node: fx.Node) -> None:
-        """torch.cond as If; the branches read outer values and weights directly."""
-        predicate, chosen, other, inputs = (self._value(a) for a in node.args)
+        """torch.cond as If; the branches read outer values and weights directly.
+
+        Where a predicate is that of a branch around this place, the branch is known. Where later ones would be known in
+        the first branch (everybody has left at an earlier exit), they are moved into this If: nothing is asked again,
+        and what the first branch made up for them is never computed.
+        """
+        condition, chosen, other, inputs = (self._value(a) for a in node.args)
+        predicate = self._scalar(self.e, condition)
+        if predicate in self.given:
+            outputs = self._inside(self.e, chosen if self.given[predicate] else other, inputs, list(node.args[3]))
+            self._describe(node)
+            self._store(node, [o.value for o in outputs])
+            return
+        region = self._followers(node, predicate)
+        returned = self._escaping(node, region)
+        if region and returned:
+            self._nest(node, predicate, region, returned)
+            return
         branches = []
         for body in (chosen, other):
             e = self.e.subgraph()
             outputs = self._inside(e, body, inputs, list(node.args[3]))
             branches.append(ir.Graph([], self._results(e, outputs), nodes=e.nodes, name=e.name("branch")))
         self._describe(node)
-        made = self.e.op("If", self._scalar(self.e, predicate), outputs=len(self.e.outs), then_branch=branches[0],
+        made = self.e.op("If", predicate, outputs=len(self.e.outs), then_branch=branches[0],
                          else_branch=branches[1])  # fmt: skip
         self._store(node, [made] if len(self.e.outs) == 1 and isinstance(node.meta["val"], list | tuple) else made)
+
+    def _within(self, predicate: ir.Value, taken: bool, limit: list[fx.Node]) -> Walker:
+        """A walker for these nodes of the same graph in a branch."""
+        inner = Walker(self.e.subgraph(), self.module, self.find)
+        inner.fused, inner.scope, inner.weights = self.fused, self.scope, self.weights
+        inner.values, inner.given, inner.order = ChainMap({}, self.values), {**self.given, predicate: taken}, limit
+        return inner
+
+    def _enter(self, node: fx.Node, body: fx.GraphModule) -> None:
+        """Emit a branch of a node here, and take what it gives for the node's value."""
+        inputs = [self._value(a) for a in node.args[3]]
+        outputs = self._inside(self.e, body, inputs, list(node.args[3]))
+        self._describe(node)
+        self._store(node, [o.value for o in outputs])
+
+    def _followers(self, node: fx.Node, predicate: ir.Value) -> list[fx.Node]:
+        """Later branches that are known where this node takes its first one, and what lies between, in order."""
+        after = self.order[self.order.index(node) + 1 :] if node in self.order else []
+        later, reached = [], {node}
+        for other in after:
+            if not reached.isdisjoint(self._read(other)):
+                reached.add(other)
+                later.append(other)
+        branches = [n for n in later if n.target is torch.ops.higher_order.cond]
+        if not branches:
+            return []
+        self._before(later)
+        trial, known = self._within(predicate, True, []), []
+        trial._enter(node, self._value(node.args[1]))
+        for branch in branches:
+            if self._scalar(trial.e, trial._value(branch.args[0])) not in trial.given:
+                break
+            known.append(branch)
+        wanted, stack = set(known), list(known)
+        while stack:
+            for n in self._read(stack.pop()):
+                if n in reached and n is not node and n not in wanted:
+                    wanted.add(n)
+                    stack.append(n)
+        parts = [u for n in (node, *known) for u in n.users if u.target is operator.getitem]
+        region = [n for n in later if n in wanted or n in parts]
+        return [] if any(n in branches and n not in known for n in region) else region
+
+    def _read(self, node: fx.Node) -> list[fx.Node]:
+        return (
+            [n for n in self.fused[node][1] if isinstance(n, fx.Node)] if node in self.fused else node.all_input_nodes
+        )
+
+    def _before(self, nodes: list[fx.Node]) -> None:
+        """Emit what some nodes read of others here, outside of branches."""
+        for node in nodes:
+            for read in self._read(node):
+                if read not in nodes and read not in self.values and read.target is not torch.ops.higher_order.cond:
+                    self._value(read)
+
+    def _escaping(self, node: fx.Node, region: list[fx.Node]) -> list[fx.Node]:
+        """Tensors of a region that others read; empty where one of its values is no tensor."""
+        inside = {node, *region}
+        found = [n for n in (node, *region) if any(u not in inside for u in n.users)]
+        return found if all(isinstance(n.meta.get("val"), torch.Tensor) for n in found) else []
+
+    def _nest(self, node: fx.Node, predicate: ir.Value, region: list[fx.Node], returned: list[fx.Node]) -> None:
+        branches = []
+        for body, taken in ((self._value(node.args[1]), True), (self._value(node.args[2]), False)):
+            inner = self._within(predicate, taken, region)
+            inner._enter(node, body)
+            for later in region:
+                if later not in inner.values and later not in inner.nested:
+                    inner._emit(later)
+            results = self._results(inner.e, [inner.values[n] for n in returned])
+            branches.append(ir.Graph([], results, nodes=inner.e.nodes, name=inner.e.name("branch")))
+        self._describe(returned[-1])
+        made = self.e.op("If", predicate, outputs=len(returned), then_branch=branches[0], else_branch=branches[1])
+        for one, value in zip(returned, made if len(returned) > 1 else [made], strict=True):
+            self._describe(one)
+            self._store(one, value)
+        self.nested |= {node, *region}
 
     def _loop(self, node: fx.Node) -> None:
         """torch.while_loop as Loop without a trip count: each iteration ends by asking whether there is another."""
@@ -161,7 +260,7 @@ class Walker:
     ) -> list[Operand]:
         """Emit a body; it reads outer values and weights directly, and patterns see where they come from."""
         inner = Walker(e, module, self.find)
-        inner.weights, inner.values = self.weights, ChainMap({}, self.values)
+        inner.weights, inner.values, inner.given = self.weights, ChainMap({}, self.values), self.given
         graph = without_mutation(module.graph)
         for placeholder, node in zip(graph.find_nodes(op="placeholder"), outer, strict=True):
             placeholder.meta[OUTER] = node
