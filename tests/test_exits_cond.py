@@ -400,6 +400,17 @@ def test_onnx_branches_on_either_side_with_one_copy_of_the_weights(plain, forms,
             assert (torch.tensor(session.run(["logits"], feed)[0]) - cond(ids).logits).abs().max() <= 1e-4
 
 
+def test_onnx_makes_up_nothing_for_stages_that_are_left_out(stages, tmp_path):
+    program = stages[1].rewrite(Exits(at=(1, 2), form="cond"), check=False)
+    untrained_heads(program)
+    set_thresholds(program, 0.5)
+    _, model, _ = sessions(program, str(tmp_path / "stages.onnx"))
+    then = next(a.g for n in model.graph.node if n.op_type == "If" for a in n.attribute if a.name == "then_branch")
+    assert {n.op_type for n in then.node} == {"Identity"}
+    read = {name for graph in (model.graph, *branches(model.graph)) for node in graph.node for name in node.input}
+    assert {i.name for i in model.graph.initializer} <= read, "nothing is stored that no node reads"
+
+
 def test_onnx_with_a_cache_propagates(llama, cached, tmp_path):
     """Checked step by step: to_onnx compares every output, caches included, with and without past tokens."""
     set_thresholds(cached, threshold_for(llama.model, llama.ids(2, 12), 0.5))

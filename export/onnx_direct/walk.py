@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import ChainMap
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any
 
 import onnx_ir as ir
@@ -185,6 +185,7 @@ class Walker:
             if self._scalar(trial.e, trial._value(branch.args[0])) not in trial.given:
                 break
             known.append(branch)
+        _discard(trial.e.nodes)
         wanted, stack = set(known), list(known)
         while stack:
             for n in self._read(stack.pop()):
@@ -359,6 +360,15 @@ def module_path(node: fx.Node) -> str:
         (path for path, _ in reversed(list(stack.values())) if path and not path.startswith("_empty_nn_module_stack")),
         "",
     )
+
+
+def _discard(nodes: Iterable[ir.Node]) -> None:
+    """Let go of what nodes read that belong to no graph: constants that only they use are then unused."""
+    for node in nodes:
+        for attribute in node.attributes.values():
+            if attribute.type == ir.AttributeType.GRAPH:
+                _discard(list(attribute.as_graph()))
+        node.resize_inputs(0)
 
 
 def _flat(value: Any) -> list:
