@@ -16,6 +16,15 @@ if TYPE_CHECKING:
     from .program import Program
 
 
+def tap_prefix(name: str, number: int) -> str:
+    """What the taps of a pass begin with, before the dot; ``number`` counts its runs in a pipeline from 0.
+
+    >>> tap_prefix("exits", 0), tap_prefix("exits", 1)
+    ('exits', 'exits_1')
+    """
+    return f"{name}_{number}" if number else name
+
+
 class Pass:
     """A rewrite: a frozen dataclass of its options with a ``name``.
 

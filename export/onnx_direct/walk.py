@@ -134,9 +134,7 @@ class Walker:
         condition, chosen, other, inputs = (self._value(a) for a in node.args)
         predicate = self._scalar(self.e, condition)
         if predicate in self.given:
-            outputs = self._inside(self.e, chosen if self.given[predicate] else other, inputs, list(node.args[3]))
-            self._describe(node)
-            self._store(node, [o.value for o in outputs])
+            self._enter(node, chosen if self.given[predicate] else other)
             return
         region = self._followers(node, predicate)
         returned = self._escaping(node, region)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from hcx.rewrite.errors import UsageError
 from hcx.rewrite.finder import cache_nodes, find_in_graph
+from hcx.rewrite.passbase import tap_prefix
 from hcx.rewrite.pipeline import fork
 from hcx.rewrite.program import Program, copy_graph
 from hcx.rewrite.sites import Boundary
@@ -106,7 +107,7 @@ def applied(program: Program) -> Applied:
     stack = find_in_graph(plain, {n for n in plain.nodes if n.name in caches}).stack(details[0]["stack"])
     by_name = {n.name: n for n in graph.nodes}
     taps = dict(zip(program.taps, graph.output_node().args[0][len(program.output_names) :], strict=True))
-    prefix = NAME if number == 0 else f"{NAME}_{number}"
+    prefix = tap_prefix(NAME, number)
     places = [d["at"] for d in details]
     *before, depth = blocks_before(stack, places)
     logits = [taps[f"{prefix}.{k}.logits"].name for k in places]

@@ -1,7 +1,8 @@
 """Batches whose rows leave: those that are sure go, and only the others go on, as a smaller batch.
 
 For encoders and classifiers, where a row is an input of its own. A row with several positions (one answer a token) goes on
-until the last of them has left; with ``per=sequence`` they leave together. Each row gives what the select form gives, up to the rounding of other batch sizes.
+until the last of them has left; with ``per=sequence`` they leave together. Each row gives what the select form gives, up to
+the rounding of other batch sizes.
 
 Source: methods note on exits, section 7.
 """

@@ -15,7 +15,7 @@ from hcx.rewrite.dataflow import shape, value
 from hcx.rewrite.editor import Editor
 from hcx.rewrite.errors import UsageError
 from hcx.rewrite.finder import find
-from hcx.rewrite.passbase import Pass
+from hcx.rewrite.passbase import Pass, tap_prefix
 from hcx.rewrite.plan import PassPlan, Reason, Site, Skip
 from hcx.rewrite.program import Program
 from hcx.rewrite.sites import Boundary, Stack
@@ -291,7 +291,7 @@ class Exits(Pass):
 
     def _compare(self, editor: Editor, exits: list[Inserted], answer: fx.Node) -> None:
         """Let the surest of the exits win that may be left at; tap what it was up against."""
-        prefix, detail = self._prefix(editor), exits[-1].detail
+        prefix, detail = tap_prefix(self.name, editor.number), exits[-1].detail
         with editor.after(max(answer, exits[-1].fire), role="head"):
             end = editor.inline(FROM_LOGITS[detail["score"]], answer)
             if detail.get("per") == "sequence":
@@ -302,11 +302,8 @@ class Exits(Pass):
                 entry.fire = editor.inline(is_surest, entry.fire, entry.score, best)
         editor.tap(f"{prefix}.score", end)
 
-    def _prefix(self, editor: Editor) -> str:
-        return self.name if editor.number == 0 else f"{self.name}_{editor.number}"
-
     def _add_taps(self, editor: Editor, exits: list, depth: fx.Node) -> None:
-        prefix = self._prefix(editor)
+        prefix = tap_prefix(self.name, editor.number)
         for entry in exits:
             editor.tap(f"{prefix}.{entry.at}.logits", entry.logits)
             editor.tap(f"{prefix}.{entry.at}.score", entry.score)

@@ -42,7 +42,8 @@ def spelled(
 def hypothesis_posterior(logits: torch.Tensor, valid: torch.Tensor | None = None, blank: int = 0) -> torch.Tensor:
     """Mean log posterior of each row's greedy hypothesis: over all CTC alignments with it, a frame, ``[B, T, C] -> [B]``.
 
-    ``valid`` is bool or a mask that is not 0 where frames count. The figure is never below that of the best path (the score ``posterior``), which is one of these alignments.
+    ``valid`` is bool or a mask that is not 0 where frames count. The figure is never below that of the best path (the score
+    ``posterior``), which is one of these alignments.
     """
     log_p = logits.float().log_softmax(-1)
     valid = valid != 0 if valid is not None else None  # a mask of numbers: `~` turns its bits over

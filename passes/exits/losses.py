@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from hcx.rewrite.errors import UsageError
+from hcx.rewrite.passbase import tap_prefix
 
 from .hypotheses import IGNORE
 
@@ -25,7 +26,7 @@ def taps_of(taps: dict[str, torch.Tensor], kind: str = "logits", number: int = 0
     >>> taps_of(taps, "score")
     [tensor([1.]), tensor([0.])]
     """
-    prefix = "exits" if number == 0 else f"exits_{number}"
+    prefix = tap_prefix("exits", number)
     named = [n.split(".") for n in taps]
     places = [n[1] for n in named if len(n) == 3 and n[0] == prefix and n[2] == kind]  # in order of execution
     return [taps[f"{prefix}.{k}.{kind}"] for k in places]

@@ -10,7 +10,7 @@ from hcx.rewrite.contracts import Contract, Exact, Structural
 from hcx.rewrite.editor import Editor
 from hcx.rewrite.errors import UsageError
 from hcx.rewrite.finder import find
-from hcx.rewrite.passbase import Pass
+from hcx.rewrite.passbase import Pass, tap_prefix
 from hcx.rewrite.pipeline import fork
 from hcx.rewrite.plan import PassPlan, Reason, Site, Skip
 from hcx.rewrite.program import Program
@@ -71,7 +71,7 @@ class Skipping(Pass):
         _, found = _bare(program, exits)
         stack = replace(found, boundaries=[replace(b, node=named[b.node.name]) for b in found.boundaries])
         answer = named[exits.answer]
-        prefix = NAME if exits.number == 0 else f"{NAME}_{exits.number}"
+        prefix = tap_prefix(NAME, exits.number)
         for node in [n for n in program.graph.nodes if is_selection(n)]:
             editor.redirect(node, node.args[2])
         editor.drop_taps(f"{prefix}.")
@@ -120,7 +120,7 @@ class _Entry:
 def _bare(program: Program, exits: Applied) -> tuple[Program, Stack]:
     """The Program in which nothing leaves and its heads are gone, under the same node names, and its stack."""
     bare = fork(program)
-    prefix = NAME if exits.number == 0 else f"{NAME}_{exits.number}"
+    prefix = tap_prefix(NAME, exits.number)
     bare.__dict__["graph"] = without_taps(never_leaving(program), len(program.output_names), f"{prefix}.")
     stack = find(bare).stack(exits.details[0]["stack"])
     if stack is None:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from hcx.rewrite.dataflow import Dataflow, value
 from hcx.rewrite.editor import Editor
+from hcx.rewrite.passbase import tap_prefix
 from hcx.rewrite.pipeline import sort_graph
 from hcx.rewrite.program import Program
 from hcx.rewrite.sites import Stack
@@ -50,7 +51,7 @@ def add_readouts(
     end = last if detail["mix"] == "full" else stack.boundaries[-1].node
     end = last if not flow.reaches(last, end) else end
     norm = [] if detail["mix"] == "full" else flow.between(end, after_norm(program, end))
-    prefix = f"{editor.pass_name}{f'_{editor.number}' if editor.number else ''}.{label}"
+    prefix = f"{tap_prefix(editor.pass_name, editor.number)}.{label}"
     gates = []
     for step, state in enumerate(states, 1):
         with editor.after(max([answer, *states, *gates]), role="head", iteration=step):

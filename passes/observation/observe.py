@@ -13,7 +13,7 @@ from hcx.rewrite.dataflow import shape, value
 from hcx.rewrite.editor import Editor
 from hcx.rewrite.errors import UsageError
 from hcx.rewrite.mutation import Aliases, mutated
-from hcx.rewrite.passbase import Pass
+from hcx.rewrite.passbase import Pass, tap_prefix
 from hcx.rewrite.plan import PassPlan, Reason, Site, Skip
 from hcx.rewrite.program import Program
 from hcx.rewrite.sites import Boundary, Stack
@@ -132,7 +132,7 @@ class Observe(Pass):
         values = Values(program)
         aliases = Aliases(program.graph)
         written = {m for n in program.graph.nodes for t in mutated(n) for m in aliases.members(t)}
-        prefix = self.name if editor.number == 0 else f"{self.name}_{editor.number}"
+        prefix = tap_prefix(self.name, editor.number)
         for site in plan.sites:
             found = _value(values, site.detail)
             node = found.read(editor) if isinstance(found, Boundary) else found

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from hcx.rewrite.dataflow import shape
 from hcx.rewrite.errors import UsageError
+from hcx.rewrite.passbase import tap_prefix
 from hcx.rewrite.program import Program
 from hcx.rewrite.values import fake_mode_of
 
@@ -22,7 +23,7 @@ def observed(program: Program) -> dict[str, dict[str, Any]]:
     """Tap name -> ``{"site": address, **details of the plan}``, of every ``observe`` in the history."""
     found = {}
     for number, entry in enumerate(e for e in program.history if e["pass"] == NAME):
-        prefix = NAME if number == 0 else f"{NAME}_{number}"
+        prefix = tap_prefix(NAME, number)
         for site in entry["plan"]["steps"][0]["sites"]:
             found[f"{prefix}.{site['address']}"] = {"site": site["address"], **site["detail"]}
     return {tap: about for tap, about in found.items() if tap in program.taps}
