@@ -74,7 +74,7 @@ def encoder():
 def trained(steps: int):
     """A Program with an exit behind each block, and its training time in seconds."""
     import torch
-    from hcx.passes.exits import losses
+    from hcx.passes.exits.fitting import losses
     from hcx.rewrite import trace
 
     generator = torch.Generator().manual_seed(0)
@@ -100,10 +100,11 @@ def trained(steps: int):
 def measured(program, data, score: str):
     """Trials on sentences, and the label errors of each row at each exit and the model, ``[K + 1, N]``."""
     import torch
-    from hcx.passes.exits import hypothesis_posterior, losses, measure
-    from hcx.passes.exits.hypotheses import distance
-    from hcx.passes.exits.scores import FROM_LOGITS
-    from hcx.passes.exits.sequences import averaged
+    from hcx.passes.exits import hypothesis_posterior, measure
+    from hcx.passes.exits.fitting import losses
+    from hcx.passes.exits.fitting.hypotheses import distance
+    from hcx.passes.exits.insert.scores import FROM_LOGITS
+    from hcx.passes.exits.insert.sequences import averaged
 
     frames, mask, labels = data
     batches = [program.signature.bind((f, m), {}) for f, m in zip(frames.split(100), mask.split(100), strict=True)]
@@ -127,7 +128,7 @@ def measured(program, data, score: str):
 def main() -> int:
     import torch
     from hcx.passes.exits import exit_costs
-    from hcx.passes.exits.rules import for_budget
+    from hcx.passes.exits.fitting.rules import for_budget
 
     torch.set_num_threads(1)
     steps = int(sys.argv[1]) if len(sys.argv) > 1 else 400

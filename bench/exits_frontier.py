@@ -54,8 +54,8 @@ def collect(program, batches, rows):
     import torch
     from hcx.passes.exits import Trials
     from hcx.passes.exits.applied import applied
-    from hcx.passes.exits.scores import FROM_LOGITS
-    from hcx.rewrite.observe import reader
+    from hcx.passes.exits.insert.scores import FROM_LOGITS
+    from hcx.rewrite.run.reading import reader
 
     exits = applied(program)
     read = reader(program, exits.graph, [*exits.scores, *exits.logits, exits.answer])
@@ -98,7 +98,8 @@ class Log:
 def main(windows: int) -> int:
     """Print the figures; 1 where a bar is missed."""
     import torch
-    from hcx.passes.exits import exit_costs, fit, token_batches
+    from hcx.passes.exits import exit_costs, token_batches
+    from hcx.passes.exits.fitting import fit
     from hcx.rewrite import trace
 
     torch.set_num_threads(1)
@@ -169,7 +170,7 @@ def common(program, batches):
 
 def decode_ratio(plain, exits, prompt, tokens: int = 16, samples: int = 7) -> float:
     """Median over samples, taken in turn, of the seconds of greedy decoding with exits over those without."""
-    from hcx.rewrite.generation import greedy
+    from hcx.rewrite.run.generation import greedy
 
     def seconds(program) -> float:
         start = time.perf_counter()
@@ -182,7 +183,7 @@ def decode_ratio(plain, exits, prompt, tokens: int = 16, samples: int = 7) -> fl
 
 def budgets(log: Log, calibration, test, costs) -> None:
     """Mean depth for a budget, and fitted heads against raw ones, chosen on the same tokens."""
-    from hcx.passes.exits.rules import for_budget
+    from hcx.passes.exits.fitting.rules import for_budget
 
     for score in SCORES:
         for budget in BUDGETS:
@@ -208,7 +209,7 @@ def budgets(log: Log, calibration, test, costs) -> None:
 
 def frontier(log: Log, calibration, test, costs) -> None:
     """Held-out agreement and net operations along the path of thresholds, under each score."""
-    from hcx.passes.exits.rules import path
+    from hcx.passes.exits.fitting.rules import path
 
     best = 1.0
     for score in SCORES:

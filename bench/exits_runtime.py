@@ -22,9 +22,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
 from exits_frontier import LENGTH, Log, texts
-from hcx.passes.exits import Decoder, fit, speculate, token_batches
+from hcx.passes.exits import Decoder, token_batches
+from hcx.passes.exits.fitting import fit
+from hcx.passes.exits.run import speculate
 from hcx.rewrite import trace
-from hcx.rewrite.generation import greedy
+from hcx.rewrite.run.generation import greedy
 
 PLACES = (20, 25, 28)
 DRAWS = [("20,25,28", 0.5), ("25", 0.3), ("20,25,28", 0.3)]

@@ -44,8 +44,8 @@ def translated(program, spectra):
     """The Program with exits whose translators are fitted on some clips."""
     import torch
     from hcx.passes.exits.applied import applied, with_values
-    from hcx.passes.exits.ridge import Ridge
-    from hcx.rewrite.observe import reader
+    from hcx.passes.exits.fitting.ridge import Ridge
+    from hcx.rewrite.run.reading import reader
 
     at = ",".join(map(str, PLACES))
     program = program.rewrite(f"exits{{stack={STACK},at=[{at}],head=affine}}", check=False)
@@ -66,7 +66,7 @@ def translated(program, spectra):
 def report(exits, clips, names, scored) -> None:
     import torch
     from hcx.passes.exits import error_rate
-    from hcx.passes.exits.sequences import choose
+    from hcx.passes.exits.insert.sequences import choose
 
     prompt, places = torch.tensor([START, NO_TIMES]), (*PLACES, exits.depth)
     found = {

@@ -55,7 +55,7 @@ def step_flops(program) -> int:
     """Floating-point operations of one decode step behind 64 cached tokens."""
     import torch
     from hcx.cli.figures import flops
-    from hcx.rewrite.signature import size_of
+    from hcx.rewrite.ir.signature import size_of
 
     sizes = {"batch": 1, "sequence": 1, "past": 64}
     flat = [torch.ones([size_of(d, sizes) for d in s.shape], dtype=s.dtype) for s in program.inputs]

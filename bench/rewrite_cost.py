@@ -71,7 +71,10 @@ def watched(clock: Clock) -> None:
     """Take model runs, comparisons and copies of weights out of the graph work."""
     import torch
     from hcx.passes.looped import window
-    from hcx.rewrite import contracts, host, program, tracer
+    from hcx.rewrite.host import optimiser as host
+    from hcx.rewrite.ir import program
+    from hcx.rewrite.pipeline import contracts
+    from hcx.rewrite.tracing import tracer
 
     compiled = program.Program._function
 

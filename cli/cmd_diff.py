@@ -16,8 +16,8 @@ from .opening import Opened, check_output, open_program
 from .result import Progress, Result, silent
 
 if TYPE_CHECKING:
-    from hcx.rewrite.diff import Change, Diff
-    from hcx.rewrite.diff_graph import Line, Place, Region
+    from hcx.rewrite.diff.diff import Change, Diff
+    from hcx.rewrite.diff.graph import Line, Place, Region
 
 FOLD = 4
 """Unchanged neighbours that the page shows as one closed line; fewer stay open."""
@@ -60,8 +60,8 @@ def diff(
                      **({} if is_stored and not all(stored) else source))
         for model, is_stored in zip((before, after), stored, strict=True)
     ]  # fmt: skip
-    from hcx.rewrite.diff import diff as compare
-    from hcx.rewrite.diff_text import text_of
+    from hcx.rewrite.diff.diff import diff as compare
+    from hcx.rewrite.diff.text import text_of
 
     progress("comparing")
     found = compare(opened[0].program, opened[1].program)
@@ -125,14 +125,14 @@ def _measured(values: dict[str, Any]) -> list[tuple[str, str]]:
 
 def _grouped(changes: list[Change]) -> Iterator[tuple[Change, str, str]]:
     """(first change, name, form) of changes that differ in the numbers of their names only."""
-    from hcx.rewrite.diff_text import form, grouped, grouped_name
+    from hcx.rewrite.diff.text import form, grouped, grouped_name
 
     for group in grouped(changes):
         yield group[0], grouped_name([c.name for c in group]), form(group[0])
 
 
 def _names(names: list[str]) -> list[str]:
-    from hcx.rewrite.diff_text import grouped_name, pattern
+    from hcx.rewrite.diff.text import grouped_name, pattern
 
     groups: dict[str, list[str]] = {}
     for name in names:

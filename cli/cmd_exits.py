@@ -31,7 +31,7 @@ def fit(
     weights: str | None = None,
     progress: Progress = silent,
 ) -> Result:
-    """Fit translators, classifiers, gates and candidates in closed form on a text; see :func:`hcx.passes.exits.fit`.
+    """Fit translators, classifiers, gates and candidates in closed form on a text; see :func:`hcx.passes.exits.fitting.fit`.
 
     Args:
         artefact: a ``.hcx`` folder whose Program has exits in select form.
@@ -44,8 +44,8 @@ def fit(
     if not 0 <= ridge < math.inf:
         raise UsageError(f"--ridge {ridge:g} is no penalty", where="--ridge", hint="finite and at least 0, e.g. 1e-3")
     program, target, started = *_open(artefact, output, overwrite, weights, progress), time.perf_counter()
-    from hcx.passes.exits import fit as fit_exits
     from hcx.passes.exits import token_batches
+    from hcx.passes.exits.fitting import fit as fit_exits
 
     batches = token_batches(program, _tokens(program, text), length)
     progress(f"fitting on {len(batches)} windows of {length} tokens")
@@ -76,7 +76,7 @@ def calibrate(
         artefact: a ``.hcx`` folder whose Program has exits in select form.
         text: UTF-8 text file, read in windows of ``length`` tokens.
         held_out: another one; by default the last third of ``text``.
-        budget, agreement, risk: one of them, see :func:`hcx.passes.exits.calibrate`; ``method`` and ``confidence``
+        budget, agreement, risk: one of them, see :func:`hcx.passes.exits.fitting.calibrate`; ``method`` and ``confidence``
             belong to it.
         output: folder to write; without it the given one is replaced, which needs ``overwrite``.
 
@@ -93,8 +93,8 @@ def calibrate(
     if method not in ("eero", "quantile"):
         raise UsageError(f"there is no method {method!r}", where="--method", hint="eero or quantile")
     program, target, started = *_open(artefact, output, overwrite, weights, progress), time.perf_counter()
-    from hcx.passes.exits import calibrate as calibrate_exits
     from hcx.passes.exits import token_batches
+    from hcx.passes.exits.fitting import calibrate as calibrate_exits
 
     ids = _tokens(program, text)
     mine = token_batches(program, ids, length)
@@ -146,7 +146,7 @@ def split(
     check_artefact(artefact)
     started = time.perf_counter()
     from hcx.passes.exits import save_pieces
-    from hcx.passes.exits.saved import LIST
+    from hcx.passes.exits.run.saved import LIST
 
     check_output(output, overwrite=overwrite, replaceable=LIST)
     progress(f"opening {artefact}")

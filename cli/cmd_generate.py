@@ -16,8 +16,8 @@ from .result import Progress, Result, silent
 if TYPE_CHECKING:
     import torch
     from hcx.rewrite import Program
-    from hcx.rewrite.generation import Runner
-    from hcx.rewrite.signature import CallSignature
+    from hcx.rewrite.ir.signature import CallSignature
+    from hcx.rewrite.run.generation import Runner
 
 DEPTH_TAP = "exits.depth"
 
@@ -53,7 +53,7 @@ def generate(
         tokens: most tokens to add; generation ends at the model's end-of-text token.
         tokenizer: for ``.onnx``: a ``.hcx`` folder or a folder with tokenizer files; by default those beside the file.
         kv: run a model with exits in pieces, so that blocks after an exit are skipped; ``recompute``, ``propagate``,
-            ``mask`` or ``river`` says what later blocks get, see :mod:`hcx.passes.exits.runtime`.
+            ``mask`` or ``river`` says what later blocks get, see :mod:`hcx.passes.exits.run.runtime`.
         speculate: so many tokens are drafted by an exit, and checked by the rest of the model in one batch.
         at: blocks before the exit that drafts; default: the last exit.
         river: of ``kv=river``: the pipeline that makes the cheap blocks; default: :data:`hcx.passes.exits.RIVER`.
@@ -67,7 +67,7 @@ def generate(
     is_onnx = model.endswith(".onnx") or (Path(model) / "model.onnx").is_file()
     if is_onnx and (kv or speculate):
         raise UsageError("an .onnx file is one piece", where="--kv" if kv else "--speculate",
-                         hint="give the .hcx, or export the pieces of hcx.passes.exits.split")  # fmt: skip
+                         hint="give the .hcx, or export the pieces of hcx.passes.exits.run.split")  # fmt: skip
     decoder = _onnx(model, tokenizer, source, progress) if is_onnx else _program(model, tokenizer, source, progress)
     words = _tokenizer(decoder)
     ids = _encoded(words, prompt)
@@ -172,7 +172,7 @@ def _encoded(words: Any, prompt: str) -> list[int]:
 def _decode(decoder: _Decoder, ids: list[int], tokens: int, stop: int | None) -> tuple[list[int], list[int]]:
     """All ids, and for each new token the number of blocks that it took (empty without exits)."""
     import torch
-    from hcx.rewrite.generation import decode
+    from hcx.rewrite.run.generation import decode
 
     place = decoder.names.index(DEPTH_TAP) if DEPTH_TAP in decoder.names else None
     depths: list[int] = []
@@ -213,7 +213,7 @@ def _in_pieces(
     """All ids, and what the run took; operations are counted in a second run, so that the seconds are those of the first."""
     import torch
     from hcx.passes.exits import Decoder
-    from hcx.passes.exits import speculate as speculated
+    from hcx.passes.exits.run import speculate as speculated
 
     pieces = Decoder(decoder.program, kv or "recompute", river=river)
     prompt = torch.tensor([ids])

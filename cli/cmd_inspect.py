@@ -17,7 +17,7 @@ from .result import Progress, Result, silent
 if TYPE_CHECKING:
     import torch
     from hcx.rewrite import Program
-    from hcx.rewrite.sites import Block, BlockRun, Boundary, Sites, Stack
+    from hcx.rewrite.sites.views import Block, BlockRun, Boundary, Sites, Stack
     from torch import fx
 
 
@@ -203,6 +203,6 @@ def _place(node: fx.Node) -> dict[str, Any]:
 
 
 def _versions(path: str) -> dict[str, str]:
-    from hcx.rewrite.artefact import read_manifest
+    from hcx.rewrite.store.saving import read_manifest
 
     return dict(read_manifest(Path(path)).get("versions") or {})

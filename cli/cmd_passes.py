@@ -17,7 +17,7 @@ def passes(name: str | None = None, *, progress: Progress = silent) -> Result:
     Raises:
         UsageError: unknown name.
     """
-    from hcx.rewrite import registry
+    from hcx.rewrite.pipeline import registry
 
     found = [describe(registry.get(n)) for n in ([name] if name else registry.homes())]
     text = "\n\n".join(_page(p) for p in found) if name else _table(found)
@@ -25,7 +25,7 @@ def passes(name: str | None = None, *, progress: Progress = silent) -> Result:
 
 
 def describe(cls: type) -> dict[str, Any]:
-    from hcx.rewrite import spec
+    from hcx.rewrite.pipeline import spec
 
     summary, meanings = _docstring(cls)
     hints = typing.get_type_hints(cls)

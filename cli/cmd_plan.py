@@ -55,7 +55,7 @@ def _with_windows(program: Any, text: str, file: str | None, tokens: int, notes:
         UsageError: ``--sweep`` without anything to measure.
     """
     from hcx.passes.looped.sweep import best, example_text, sweep
-    from hcx.rewrite import registry
+    from hcx.rewrite.pipeline import registry
 
     steps, rows = registry.passes(text), []
     for number, step in enumerate(steps):
@@ -99,14 +99,15 @@ def pipeline(passes: str | list[str] | None, plan_file: str | None = None) -> An
     text = passes if isinstance(passes, str) else ",".join(passes or ())
     if not text:
         raise UsageError("no pass is given", where="--pass", hint="e.g. --pass looped,exits; `hcx passes` lists them")
-    from hcx.rewrite import registry
+    from hcx.rewrite.pipeline import registry
 
     registry.passes(text)
     return text
 
 
 def _plan_from(path: str) -> Any:
-    from hcx.rewrite import Plan, PlanError, registry, spec
+    from hcx.rewrite import Plan, PlanError
+    from hcx.rewrite.pipeline import registry, spec
 
     try:
         found = Plan.from_json(read_text(path) or "")

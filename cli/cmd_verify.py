@@ -23,7 +23,7 @@ def verify(artefact: str, *, weights: str | None = None, progress: Progress = si
     """
     check_artefact(artefact)
     progress(f"checking {artefact}")
-    from hcx.rewrite import artefact as stored
+    from hcx.rewrite.store import saving as stored
 
     start = time.perf_counter()
     checks = [c.to_json() for c in stored.verify(artefact, weights=weights)]

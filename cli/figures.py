@@ -26,7 +26,7 @@ def flops(program: Program, flat: list[torch.Tensor]) -> int | None:
 
     None where the tensors are not in memory.
     """
-    from hcx.rewrite.flops import count
+    from hcx.rewrite.run.flops import count
 
     return None if any(t.is_meta for t in program.parameters()) else count(program, flat)
 

@@ -94,11 +94,11 @@ def _program(source: ModelSource, weights: str | None) -> Program:
 
         return load(str(source.path), weights=weights)
     if source.kind == "pt2":
-        from hcx.rewrite.tracer import from_exported
+        from hcx.rewrite.tracing.tracer import from_exported
 
         program = from_exported(source.exported)
     elif source.stored:
-        from hcx.rewrite.lazy import trace_lazily
+        from hcx.rewrite.tracing.lazy import trace_lazily
 
         program = trace_lazily(source.model, source.kwargs, source.stored)
     else:

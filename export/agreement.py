@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from hcx.rewrite.contracts import UNIT, compare, merge
 from hcx.rewrite.errors import ExportError
+from hcx.rewrite.pipeline.contracts import UNIT, compare, merge
 
 SAME = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 """Largest difference relative to the rms of an output, for the same operations over the same weights."""
@@ -23,7 +23,7 @@ def agree(got: Named, expected: Named, limit: float) -> dict[str, Any]:
         limit: largest difference of an output relative to its rms.
 
     Returns:
-        the worst figures, see :func:`hcx.rewrite.contracts.compare`, and ``sets``.
+        the worst figures, see :func:`hcx.rewrite.pipeline.contracts.compare`, and ``sets``.
 
     Raises:
         ExportError: nothing was compared, or an output is missing or differs; the message names it.

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hcx.rewrite import registry, spec
+from hcx.rewrite.check.invariants import is_meta, outputs
 from hcx.rewrite.errors import ExportError, HcxError, UsageError
-from hcx.rewrite.folders import replace_folder, staging
-from hcx.rewrite.plan import Plan
-from hcx.rewrite.pretrained import config_of
-from hcx.rewrite.reference import reference_for
+from hcx.rewrite.host.pretrained import config_of
+from hcx.rewrite.pipeline import registry, spec
+from hcx.rewrite.pipeline.plan import Plan
 from hcx.rewrite.source.library import quiet, transformers
-from hcx.rewrite.verification import is_meta, outputs
+from hcx.rewrite.store.folders import replace_folder, staging
+from hcx.rewrite.tracing.reference import reference_for
 
 from .agreement import MERGED, SAME, agree
 from .handed_on import HandedOn

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from hcx.rewrite.dormant import without_dormant
 from hcx.rewrite.errors import UsageError
+from hcx.rewrite.host.dormant import without_dormant
 
 from . import preflight, staging
 from .onnx_job import Job

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hcx.rewrite.dormant import without_dormant
+from hcx.rewrite.check.invariants import is_meta
 from hcx.rewrite.errors import ExportError, UsageError
-from hcx.rewrite.folders import staging
-from hcx.rewrite.verification import is_meta
+from hcx.rewrite.host.dormant import without_dormant
+from hcx.rewrite.store.folders import staging
 
 from .agreement import SAME, agree
 from .handed_on import HandedOn

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from hcx.rewrite.signature import number_of
+from hcx.rewrite.ir.signature import number_of
 
 Flat = list[torch.Tensor]
 

@@ -80,12 +80,12 @@ class OnnxSession:
     ) -> torch.Tensor:
         """Prompt and ``steps`` greedy tokens of a decoder, through its cache.
 
-        As :func:`hcx.rewrite.generation.greedy`.
+        As :func:`hcx.rewrite.run.generation.greedy`.
 
         Raises:
             UsageError: the file is not a decoder written by hcx.
         """
-        from hcx.rewrite.generation import decode
+        from hcx.rewrite.run.generation import decode
 
         if self.signature is None:
             raise UsageError(
@@ -147,6 +147,6 @@ def _to_numpy(value: Any):
 def _signature(text: str | None):
     if text is None:
         return None
-    from hcx.rewrite.signature import CallSignature
+    from hcx.rewrite.ir.signature import CallSignature
 
     return CallSignature.from_json(json.loads(text))

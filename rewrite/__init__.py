@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 _HOME = {
-    "trace": "tracer",
-    "Program": "program",
-    "BlockModule": "module",
-    "load": "artefact",
-    "save": "artefact",
+    "trace": "tracing.tracer",
+    "Program": "ir.program",
+    "BlockModule": "host.module",
+    "load": "store.saving",
+    "save": "store.saving",
     "HcxError": "errors",
     "UsageError": "errors",
     "SourceError": "errors",
@@ -20,24 +20,24 @@ _HOME = {
     "ExportError": "errors",
     "ArtefactError": "errors",
     "ExitCode": "errors",
-    "Plan": "plan",
-    "Site": "plan",
-    "Skip": "plan",
-    "Reason": "plan",
-    "Pass": "passbase",
-    "Exact": "contracts",
-    "Rounding": "contracts",
-    "Metric": "contracts",
-    "Structural": "contracts",
-    "verify": "artefact",
-    "allow_ops": "graph_text",
+    "Plan": "pipeline.plan",
+    "Site": "pipeline.plan",
+    "Skip": "pipeline.plan",
+    "Reason": "pipeline.plan",
+    "Pass": "pipeline.passbase",
+    "Exact": "pipeline.contracts",
+    "Rounding": "pipeline.contracts",
+    "Metric": "pipeline.contracts",
+    "Structural": "pipeline.contracts",
+    "verify": "store.saving",
+    "allow_ops": "ir.graph_text",
 }
 __all__ = sorted(_HOME)
 
 if TYPE_CHECKING:
     from .errors import HcxError as HcxError
-    from .program import Program as Program
-    from .tracer import trace as trace
+    from .ir.program import Program as Program
+    from .tracing.tracer import trace as trace
 
 
 def __getattr__(name: str):

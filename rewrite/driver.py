@@ -8,17 +8,7 @@ from typing import Any
 
 import torch
 
-from . import contracts, registry, spec
-from .collection import young_only
-from .contracts import Contract
-from .copies import copied
-from .errors import ContractError
-from .liveness import check_live
-from .passbase import Pass
-from .pipeline import fingerprint, fork, require_match, walk
-from .plan import PassPlan, Plan
-from .program import Program
-from .verification import (
+from .check.invariants import (
     Check,
     check_base_untouched,
     check_changed,
@@ -32,6 +22,16 @@ from .verification import (
     outputs,
     state_of,
 )
+from .check.liveness import check_live
+from .collection import young_only
+from .errors import ContractError
+from .ir.copies import copied
+from .ir.program import Program
+from .pipeline import contracts, registry, spec
+from .pipeline.contracts import Contract
+from .pipeline.passbase import Pass
+from .pipeline.plan import PassPlan, Plan
+from .pipeline.walk import fingerprint, fork, require_match, walk
 
 Progress = Callable[[str], None]
 
@@ -42,7 +42,7 @@ def rewrite(
     """A new Program with the passes applied; the given one is not changed.
 
     Args:
-        what: pipeline string, pass objects, or a :class:`~hcx.rewrite.plan.Plan`.
+        what: pipeline string, pass objects, or a :class:`~hcx.rewrite.pipeline.plan.Plan`.
         check: run the checks; without them the history says that they are owed.
         allow_partial: accept passes that skip more than half of their sites.
         progress: called with a line of text before each longer step.

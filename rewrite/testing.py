@@ -16,16 +16,16 @@ from typing import Any
 
 import torch
 
-from . import graph_text
-from .artefact import load, save
 from .driver import rewrite
 from .errors import HcxError
-from .passbase import Pass
-from .pipeline import fingerprint, plan
-from .plan import Plan, Reason
-from .program import Program
-from .registry import homes, passes
-from .tracer import trace
+from .ir import graph_text
+from .ir.program import Program
+from .pipeline.passbase import Pass
+from .pipeline.plan import Plan, Reason
+from .pipeline.registry import homes, passes
+from .pipeline.walk import fingerprint, plan
+from .store.saving import load, save
+from .tracing.tracer import trace
 
 
 class TinyDecoder(torch.nn.Module):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from hcx.rewrite import ArtefactError, UsageError, load, trace, verify
-from hcx.rewrite.generation import greedy
+from hcx.rewrite.run.generation import greedy
 from torch import nn
 
 from tests.conftest import adamw_step, assert_same_step, tiny_llama, token_ids
@@ -59,7 +59,7 @@ ELSEWHERE = """
 import torch
 from torch.nn import functional as F
 from hcx.rewrite import load
-from hcx.rewrite.generation import greedy
+from hcx.rewrite.run.generation import greedy
 torch.set_num_threads(1)
 results = {}
 for name in ("neutral", "active"):
@@ -191,7 +191,7 @@ def test_a_save_that_fails_leaves_the_old_artefact_and_no_rest(net, tmp_path):
 KILLED = """
 import os, signal, time, torch
 from hcx.rewrite import load
-from hcx.rewrite.artefact import changed_files
+from hcx.rewrite.store.saving import changed_files
 torch.set_num_threads(1)
 old, new, target = load(sys.argv[1]), load(sys.argv[1]), sys.argv[2]
 with torch.no_grad():

@@ -12,7 +12,7 @@ transformers = pytest.importorskip("transformers")
 
 from hcx.rewrite import trace  # noqa: E402
 from hcx.rewrite.errors import TraceError, UsageError  # noqa: E402
-from hcx.rewrite.generation import decode  # noqa: E402
+from hcx.rewrite.run.generation import decode  # noqa: E402
 
 VOCABULARY = 96
 SIZES: dict[str, Any] = {

@@ -9,7 +9,7 @@ from typing import ClassVar
 import pytest
 import torch
 from hcx.rewrite import ContractError, Exact, Metric, Pass, Rounding, Site, Structural, trace
-from hcx.rewrite.graph_text import text
+from hcx.rewrite.ir.graph_text import text
 from torch import nn
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hcx.passes.quantization.quantize import dequantised
 from hcx.rewrite import ExportError, load, trace
-from hcx.rewrite.registry import passes
+from hcx.rewrite.pipeline.registry import passes
 
 from tests.zoo import build
 

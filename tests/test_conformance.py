@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 from hcx.rewrite import NoMatchError, Pass, PlanError, trace
-from hcx.rewrite.registry import get, homes
+from hcx.rewrite.pipeline.registry import get, homes
 from hcx.rewrite.testing import conformance, tiny_decoder
 
 from tests.test_composition import traced

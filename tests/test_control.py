@@ -7,12 +7,13 @@ import json
 
 import pytest
 import torch
-from hcx.rewrite import ArtefactError, PlanError, graph_text, load, trace
-from hcx.rewrite.control import Control, every_node
-from hcx.rewrite.editor import Editor
-from hcx.rewrite.host import move
-from hcx.rewrite.pipeline import _tidy, fingerprint, fork
-from hcx.rewrite.regions import Region
+from hcx.rewrite import ArtefactError, PlanError, load, trace
+from hcx.rewrite.edit.editor import Editor
+from hcx.rewrite.edit.regions import Region
+from hcx.rewrite.host.optimiser import move
+from hcx.rewrite.ir import graph_text
+from hcx.rewrite.ir.control import Control, every_node
+from hcx.rewrite.pipeline.walk import _tidy, fingerprint, fork
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 

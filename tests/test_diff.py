@@ -11,9 +11,9 @@ import torch
 from hcx.cli import diff as command
 from hcx.cli.main import main
 from hcx.rewrite import ArtefactError, load, trace
-from hcx.rewrite.diff import diff
-from hcx.rewrite.diff_graph import Layout, node_lines
-from hcx.rewrite.diff_text import text_of
+from hcx.rewrite.diff.diff import diff
+from hcx.rewrite.diff.graph import Layout, node_lines
+from hcx.rewrite.diff.text import text_of
 from hcx.rewrite.testing import tiny_decoder
 
 from tests.conftest import tiny_llama, token_ids
@@ -263,7 +263,7 @@ def test_page_escapes_what_files_say(folders, tmp_path):
 
 
 def stated(path) -> dict:
-    from hcx.rewrite.folders import sha256
+    from hcx.rewrite.store.folders import sha256
 
     return {"sha256": sha256(path), "bytes": path.stat().st_size}
 

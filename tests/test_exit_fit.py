@@ -8,9 +8,10 @@ import math
 import pytest
 import torch
 from hcx.cli.main import main
-from hcx.passes.exits import calibrate, exit_costs, fit, measure, set_thresholds, token_batches
-from hcx.passes.exits.ridge import Ridge, logistic, softmax_regression
-from hcx.passes.exits.rules import (
+from hcx.passes.exits import exit_costs, measure, set_thresholds, token_batches
+from hcx.passes.exits.fitting import calibrate, fit
+from hcx.passes.exits.fitting.ridge import Ridge, logistic, softmax_regression
+from hcx.passes.exits.fitting.rules import (
     exponential_weights,
     for_agreement,
     for_budget,
@@ -18,7 +19,7 @@ from hcx.passes.exits.rules import (
     learn_then_test,
     sequential_quantiles,
 )
-from hcx.passes.exits.trials import Trials
+from hcx.passes.exits.fitting.trials import Trials
 from hcx.rewrite import UsageError, load
 
 from tests.test_exit_heads import streams

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hcx.passes import Exits
 from hcx.rewrite import NoMatchError, UsageError, trace
-from hcx.rewrite.generation import decode
+from hcx.rewrite.run.generation import decode
 from torch import nn
 from torch.nn import functional as F
 

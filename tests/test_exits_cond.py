@@ -9,7 +9,7 @@ import torch
 from hcx.export import to_onnx, to_pt2
 from hcx.passes import Exits
 from hcx.rewrite import NoMatchError, PlanError, UsageError, load, trace
-from hcx.rewrite.generation import decode, greedy
+from hcx.rewrite.run.generation import decode, greedy
 from hcx.rewrite.testing import conformance
 from torch import nn
 from torch.nn import functional as F

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from hcx.passes.exits.padding import find_valid
+from hcx.passes.exits.insert.padding import find_valid
 from hcx.rewrite import NoMatchError, trace
 from torch import nn
 

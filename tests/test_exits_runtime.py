@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from hcx.passes import Exits
-from hcx.passes.exits import Decoder, sampler, speculate
+from hcx.passes.exits import Decoder, sampler
+from hcx.passes.exits.run import speculate
 from hcx.rewrite import NoMatchError, UsageError, trace
-from hcx.rewrite.generation import greedy
+from hcx.rewrite.run.generation import greedy
 from hcx.rewrite.testing import tiny_decoder
 from torch.nn import functional as F
 

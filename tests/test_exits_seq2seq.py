@@ -11,7 +11,7 @@ import torch
 from hcx.passes.exits import EncoderExits
 from hcx.passes.exits.applied import with_values
 from hcx.rewrite import UsageError, trace
-from hcx.rewrite.flops import counter
+from hcx.rewrite.run.flops import counter
 from torch.nn import functional as F
 
 STACK, PLACES, PROMPT, LIMIT = "model.encoder.layers", (1, 3), torch.tensor([3, 7]), 6

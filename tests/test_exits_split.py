@@ -9,9 +9,10 @@ import torch
 from hcx.cli.main import main
 from hcx.export import OnnxSession, to_onnx
 from hcx.passes import Exits
-from hcx.passes.exits import save_pieces, set_thresholds, split
+from hcx.passes.exits import save_pieces, set_thresholds
+from hcx.passes.exits.run import split
 from hcx.rewrite import ContractError, PlanError, UsageError, load, trace
-from hcx.rewrite.pieces import cut
+from hcx.rewrite.run.pieces import cut
 from hcx.rewrite.testing import tiny_decoder
 from torch import nn
 
@@ -243,7 +244,7 @@ def test_the_command_refuses(ready, llama, tmp_path, capsys):
 
 
 def test_pieces_that_compute_something_else_are_not_written(exits, tmp_path, monkeypatch):
-    from hcx.passes.exits import saved
+    from hcx.passes.exits.run import saved
 
     def changed(path):
         piece = load(path)

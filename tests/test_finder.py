@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 import torch
 from hcx.rewrite import TraceError, load, trace
-from hcx.rewrite.dataflow import resolve
+from hcx.rewrite.ir.dataflow import resolve
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -145,7 +145,7 @@ def test_addresses_are_equal_after_rewrites_and_a_round_trip_of_them(llama, tmp_
 
 
 def test_boundaries_are_the_models_hidden_states(llama):
-    from hcx.rewrite.observe import observe
+    from hcx.rewrite.run.reading import observe
 
     ids = llama.ids(2, 9)
     stack = llama.program.sites().main

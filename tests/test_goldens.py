@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 from hcx.rewrite import load, trace
-from hcx.rewrite.diff import Diff, diff
-from hcx.rewrite.diff_graph import Layout, Line, Region
-from hcx.rewrite.diff_text import MARKS, form, grouped, grouped_name
-from hcx.rewrite.registry import homes
-from hcx.rewrite.spec import parse
+from hcx.rewrite.diff.diff import Diff, diff
+from hcx.rewrite.diff.graph import Layout, Line, Region
+from hcx.rewrite.diff.text import MARKS, form, grouped, grouped_name
+from hcx.rewrite.pipeline.registry import homes
+from hcx.rewrite.pipeline.spec import parse
 from hcx.rewrite.testing import tiny_decoder
 
 GOLDENS = Path(__file__).parent / "goldens"

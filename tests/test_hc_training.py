@@ -9,8 +9,8 @@ import torch
 from hcx.kernels import maps
 from hcx.passes.hyper_connections.mixers import MIXERS
 from hcx.rewrite import trace
-from hcx.rewrite.dataflow import WRITES, op_name
-from hcx.rewrite.observe import observe
+from hcx.rewrite.ir.dataflow import WRITES, op_name
+from hcx.rewrite.run.reading import observe
 from torch import nn
 
 from tests.test_mixers import draws, matrices

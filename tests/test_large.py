@@ -10,9 +10,9 @@ import pytest
 import torch
 from hcx.cli.main import main
 from hcx.cli.opening import open_program
-from hcx.rewrite import ArtefactError, SourceError, load, memory, trace, verify
-from hcx.rewrite.source import open_model
-from hcx.rewrite.stored import Stored
+from hcx.rewrite import ArtefactError, SourceError, load, trace, verify
+from hcx.rewrite.source import memory, open_model
+from hcx.rewrite.source.stored import Stored
 from safetensors.torch import load_file, save_file
 
 from tests.conftest import tiny_llama, token_ids

@@ -151,7 +151,7 @@ def test_a_module_says_what_it_is_for_and_its_examples_hold(name):
 
 
 def test_examples_are_really_run():
-    spec, heads = (importlib.import_module(f"hcx.{name}") for name in ("rewrite.spec", "passes.looped.mixing"))
+    spec, heads = (importlib.import_module(f"hcx.{name}") for name in ("rewrite.pipeline.spec", "passes.looped.mixing"))
     assert all(doctest.testmod(module).attempted > 0 for module in (spec, heads))
 
 

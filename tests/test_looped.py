@@ -8,7 +8,7 @@ import pytest
 import torch
 from hcx.passes import Looped
 from hcx.rewrite import UsageError, trace
-from hcx.rewrite.generation import decode, greedy
+from hcx.rewrite.run.generation import decode, greedy
 from torch import nn
 
 from tests.trained_nets import llama_by_hand

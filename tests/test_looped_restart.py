@@ -6,7 +6,7 @@ import pytest
 import torch
 from hcx.passes.looped import restart
 from hcx.rewrite import UsageError, load, trace
-from hcx.rewrite.generation import decode
+from hcx.rewrite.run.generation import decode
 
 from tests import loops_by_hand, zoo
 

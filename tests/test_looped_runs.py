@@ -6,8 +6,8 @@ import pytest
 import torch
 from hcx.passes import Looped
 from hcx.rewrite import UsageError, load, trace
-from hcx.rewrite.generation import decode
-from hcx.rewrite.registry import passes
+from hcx.rewrite.pipeline.registry import passes
+from hcx.rewrite.run.generation import decode
 from torch import nn
 
 from tests import loops_by_hand

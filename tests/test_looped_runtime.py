@@ -7,7 +7,7 @@ import torch
 from hcx.export import to_onnx, to_pt2
 from hcx.passes import Exits, Looped
 from hcx.rewrite import NoMatchError, PlanError, UsageError, load, trace
-from hcx.rewrite.control import While
+from hcx.rewrite.ir.control import While
 from hcx.rewrite.testing import conformance, tiny_decoder
 from torch.nn import functional as F
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hcx.rewrite.generation import decode
-from hcx.rewrite.inputs import check_inputs
+from hcx.rewrite.run.generation import decode
+from hcx.rewrite.run.inputs import check_inputs
 
 from tests import loops_by_hand
 from tests.test_caches import full_forward, model_of, padded, program_of

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from hcx.rewrite import NoMatchError, PlanError, UsageError, load, trace
-from hcx.rewrite.plan import Plan
+from hcx.rewrite.pipeline.plan import Plan
 from hcx.rewrite.testing import conformance
 from torch import nn
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from hcx.kernels import maps
 from hcx.rewrite import UsageError, trace
-from hcx.rewrite.dataflow import WRITES, op_name
-from hcx.rewrite.observe import observe
-from hcx.rewrite.registry import passes
+from hcx.rewrite.ir.dataflow import WRITES, op_name
+from hcx.rewrite.pipeline.registry import passes
+from hcx.rewrite.run.reading import observe
 from torch import nn
 
 DRAWS = 2000
@@ -252,7 +252,7 @@ def test_every_head_of_the_delta_rule_learns_after_one_step(mult):
 
 def test_the_published_delta_rule_is_seen_to_change_the_function():
     """Without rho a branch gives its direction only."""
-    from hcx.rewrite.contracts import Rounding, compare
+    from hcx.rewrite.pipeline.contracts import Rounding, compare
 
     program = trace(Two().eval(), (torch.randn(2, 5, 8),)).rewrite("hc{mixer=ddl,mult=1}")
     x = torch.randn(2, 5, 8)

@@ -15,7 +15,7 @@ from hcx.passes.observation import NeuronMonitor, PathDeviation, Separation, Uni
 from hcx.passes.observation.rows import Rows
 from hcx.passes.observation.separation import auroc, best_threshold
 from hcx.rewrite import UsageError, load, trace
-from hcx.rewrite.generation import greedy
+from hcx.rewrite.run.generation import greedy
 
 from tests.conftest import tiny_llama
 from tests.zoo import build

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hcx.passes.quantization import dequantised
 from hcx.rewrite import NoMatchError, PlanError, UsageError, load, trace
-from hcx.rewrite.plan import Plan
+from hcx.rewrite.pipeline.plan import Plan
 from torch import nn
 
 from tests import loops_by_hand

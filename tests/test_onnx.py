@@ -23,7 +23,7 @@ import onnx_ir as ir  # noqa: E402
 from hcx.export import OnnxSession, preflight, producers, samples, to_onnx, verify  # noqa: E402
 from hcx.rewrite import trace  # noqa: E402
 from hcx.rewrite.errors import ExportError, UsageError  # noqa: E402
-from hcx.rewrite.generation import greedy  # noqa: E402
+from hcx.rewrite.run.generation import greedy  # noqa: E402
 
 Pair = namedtuple("Pair", ["b", "a"])
 

@@ -15,9 +15,10 @@ import onnx_ir as ir  # noqa: E402
 import onnxruntime as ort  # noqa: E402
 import sympy  # noqa: E402
 from hcx.export import dedup, onnx_file  # noqa: E402
-from hcx.export.onnx_direct import mutation, registry  # noqa: E402
+from hcx.export.onnx_direct import mutation
 from hcx.export.onnx_direct.build import build  # noqa: E402
 from hcx.export.onnx_direct.emitter import Emitter, Operand  # noqa: E402
+from hcx.export.onnx_direct.ops import registry  # noqa: E402
 from hcx.export.onnx_direct.symbols import Unsupported, dim_text, named  # noqa: E402
 
 AUTO = torch.export.Dim.AUTO

@@ -9,8 +9,8 @@ import pytest
 import torch
 from hcx.passes import Exits, Looped
 from hcx.rewrite import NoMatchError, Plan, PlanError, UsageError, load, trace
-from hcx.rewrite.graph_text import text
-from hcx.rewrite.registry import homes, passes
+from hcx.rewrite.ir.graph_text import text
+from hcx.rewrite.pipeline.registry import homes, passes
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from hcx.rewrite import HcxError, NoMatchError, contracts, load, trace
-from hcx.rewrite.registry import passes
+from hcx.rewrite import HcxError, NoMatchError, load, trace
+from hcx.rewrite.pipeline import contracts
+from hcx.rewrite.pipeline.registry import passes
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 from torch.utils._pytree import tree_flatten

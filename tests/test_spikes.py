@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from hcx.rewrite import NoMatchError, UsageError, trace
-from hcx.rewrite.generation import greedy
+from hcx.rewrite.run.generation import greedy
 from torch.nn import functional as F
 
 from tests.conftest import SHAPES, adamw_step, assert_same_step, tiny_llama, token_ids

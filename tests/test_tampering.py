@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from hcx.rewrite import ArtefactError, load, trace, verify
-from hcx.rewrite.graph_text import resolve_target, target_name
+from hcx.rewrite.ir.graph_text import resolve_target, target_name
 from torch import nn
 
 

@@ -151,7 +151,7 @@ def test_a_file_names_no_other_modes(tmp_path):
     import json
 
     program = trace(tiny_llama(1, attention_dropout=0.3), (IDS,), cache=False)
-    from hcx.rewrite.graph_text import from_json, to_json
+    from hcx.rewrite.ir.graph_text import from_json, to_json
 
     data = json.loads(json.dumps(to_json(program.graph)))
     names = {n for n, _ in program.named_tensors()}
@@ -229,7 +229,7 @@ def test_checkpointing_runs_every_pass_over_a_block_again_and_needs_less_memory(
     runs: list[str] = []
     plain = type(module._hcx.schedule(False, False, torch.device("cpu")).segments[0]).__call__
     monkeypatch.setattr(
-        "hcx.rewrite.module.Segment.__call__",
+        "hcx.rewrite.host.module.Segment.__call__",
         lambda self, *given: runs.append(self.part.block) or plain(self, *given),
     )
     step(module)

@@ -9,8 +9,8 @@ import torch
 from hcx.export import to_onnx, to_pt2
 from hcx.passes import Unloop
 from hcx.rewrite import NoMatchError, PlanError, UsageError, load, trace
-from hcx.rewrite.generation import greedy
-from hcx.rewrite.plan import Plan
+from hcx.rewrite.pipeline.plan import Plan
+from hcx.rewrite.run.generation import greedy
 from hcx.rewrite.testing import tiny_decoder
 
 from tests import loops_by_hand, zoo

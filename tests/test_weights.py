@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from hcx.rewrite import UsageError, trace
-from hcx.rewrite.weight_targets import base_count, fits, select
-from hcx.rewrite.weights import find_uncovered, find_weights
+from hcx.rewrite.sites.weight_targets import base_count, fits, select
+from hcx.rewrite.sites.weights import find_uncovered, find_weights
 from torch import nn
 from torch.nn import functional as F
 
@@ -100,7 +100,7 @@ def test_every_kind_of_use_is_found_with_its_axes(every):
 
 def test_axes_say_which_outputs_an_entry_moves(every):
     """The oracle is the graph itself: one entry changed moves exactly one feature of the op's result."""
-    from hcx.rewrite.observe import observe
+    from hcx.rewrite.run.reading import observe
 
     _, program, ids = every
     flat = program.signature.bind((ids,), {})

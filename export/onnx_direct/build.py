@@ -7,21 +7,7 @@ import torch
 from onnx_ir.passes.common import RemoveUnusedNodesPass
 from torch import fx
 
-from . import (  # noqa: F401  (importing the tables registers them)
-    ops_activation,
-    ops_attention,
-    ops_binary,
-    ops_complex,
-    ops_create,
-    ops_index,
-    ops_linear,
-    ops_norm,
-    ops_pointwise,
-    ops_pool,
-    ops_reduce,
-    ops_shape,
-    patterns,
-)
+from . import patterns
 from .emitter import Emitter, Operand, onnx_dtype
 from .mutation import without_mutation
 from .symbols import Unsupported, dim_text

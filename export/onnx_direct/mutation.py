@@ -10,7 +10,7 @@ import operator
 from collections.abc import Iterator
 
 import torch
-from hcx.rewrite.mutation import mutated
+from hcx.rewrite.ir.mutation import mutated
 from torch import fx
 
 from .symbols import Unsupported

@@ -11,9 +11,9 @@ import torch
 from torch import fx
 
 from .emitter import Emitter, Operand
-from .ops_attention import attention
-from .ops_norm import rms
-from .ops_shape import sliced
+from .ops.attention import attention
+from .ops.norm import rms
+from .ops.shape import sliced
 from .walk import OUTER, Fused
 
 aten = torch.ops.aten

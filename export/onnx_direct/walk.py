@@ -11,9 +11,10 @@ import onnx_ir as ir
 import torch
 from torch import fx
 
-from . import decompose, registry
+from . import decompose
 from .emitter import Emitter, Operand, onnx_dtype
 from .mutation import without_mutation
+from .ops import registry
 from .symbols import Unsupported, dim_text
 
 Fused = dict[fx.Node, tuple[Any, tuple]]

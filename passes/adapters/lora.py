@@ -9,16 +9,16 @@ from math import prod
 from typing import Any, ClassVar, Literal
 
 import torch
-from hcx.rewrite.contracts import Contract, Exact
-from hcx.rewrite.dataflow import value
-from hcx.rewrite.editor import Editor
+from hcx.rewrite.edit.editor import Editor
 from hcx.rewrite.errors import UsageError
-from hcx.rewrite.passbase import Pass
-from hcx.rewrite.plan import PassPlan, Reason, Site, Skip
-from hcx.rewrite.program import Program
-from hcx.rewrite.residuals import hcx_tag
-from hcx.rewrite.weight_targets import base_count, require_finite, select
-from hcx.rewrite.weights import WeightUse, find_weights
+from hcx.rewrite.ir.dataflow import value
+from hcx.rewrite.ir.program import Program
+from hcx.rewrite.pipeline.contracts import Contract, Exact
+from hcx.rewrite.pipeline.passbase import Pass
+from hcx.rewrite.pipeline.plan import PassPlan, Reason, Site, Skip
+from hcx.rewrite.sites.residuals import hcx_tag
+from hcx.rewrite.sites.weight_targets import base_count, require_finite, select
+from hcx.rewrite.sites.weights import WeightUse, find_weights
 
 from . import lowrank
 

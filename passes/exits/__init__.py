@@ -1,20 +1,20 @@
 """Early exits: the pass, fitting, calibrating and costing what it inserted, losses, and running it in pieces."""
 
-from .calibrate import Calibration, calibrate, set_thresholds
-from .compact import Compact
-from .costs import Costs, exit_costs
-from .drift import Drift, drift, within_budget
 from .exits import Exits
-from .fit import Fit, fit
-from .hypotheses import error_rate, hypothesis_posterior, spelled
-from .river import RIVER, River
-from .runtime import Decoder, Generated, Step, sampler
-from .saved import save_pieces
-from .seq2seq import Decoded, EncoderExits
+from .fitting.calibrate import Calibration, calibrate, set_thresholds
+from .fitting.costs import Costs, exit_costs
+from .fitting.drift import Drift, drift, within_budget
+from .fitting.fit import Fit, fit
+from .fitting.hypotheses import error_rate, hypothesis_posterior, spelled
+from .fitting.trials import Trials, measure, token_batches
+from .run.compact import Compact
+from .run.river import RIVER, River
+from .run.runtime import Decoder, Generated, Step, sampler
+from .run.saved import save_pieces
+from .run.seq2seq import Decoded, EncoderExits
+from .run.speculate import Speculated, speculate
+from .run.split import split
 from .skipping import Skipping
-from .speculate import Speculated, speculate
-from .split import split
-from .trials import Trials, measure, token_batches
 
 __all__ = [
     "RIVER",

@@ -7,17 +7,17 @@ from typing import Any
 
 import torch
 from hcx.rewrite.errors import UsageError
-from hcx.rewrite.finder import cache_nodes, find_in_graph
-from hcx.rewrite.passbase import tap_prefix
-from hcx.rewrite.pipeline import fork
-from hcx.rewrite.program import Program, copy_graph
-from hcx.rewrite.sites import Boundary
-from hcx.rewrite.values import fake_mode_of
+from hcx.rewrite.ir.program import Program, copy_graph
+from hcx.rewrite.ir.values import fake_mode_of
+from hcx.rewrite.pipeline.passbase import tap_prefix
+from hcx.rewrite.pipeline.walk import fork
+from hcx.rewrite.sites.finder import cache_nodes, find_in_graph
+from hcx.rewrite.sites.views import Boundary
 from torch import fx
 
-from .inserted import answer_of, is_selection
-from .places import Place, blocks_before, boundary, position, tensor_part
-from .scores import READ_TWICE
+from .insert.inserted import answer_of, is_selection
+from .insert.places import Place, blocks_before, boundary, position, tensor_part
+from .insert.scores import READ_TWICE
 
 NAME = "exits"
 

@@ -10,24 +10,24 @@ from math import ceil, isnan
 from typing import ClassVar, Literal
 
 import torch
-from hcx.rewrite.contracts import Contract, Exact, Structural
-from hcx.rewrite.dataflow import shape, value
-from hcx.rewrite.editor import Editor
+from hcx.rewrite.edit.editor import Editor
 from hcx.rewrite.errors import UsageError
-from hcx.rewrite.finder import find
-from hcx.rewrite.passbase import Pass, tap_prefix
-from hcx.rewrite.plan import PassPlan, Reason, Site, Skip
-from hcx.rewrite.program import Program
-from hcx.rewrite.sites import Boundary, Stack
+from hcx.rewrite.ir.dataflow import shape, value
+from hcx.rewrite.ir.program import Program
+from hcx.rewrite.pipeline.contracts import Contract, Exact, Structural
+from hcx.rewrite.pipeline.passbase import Pass, tap_prefix
+from hcx.rewrite.pipeline.plan import PassPlan, Reason, Site, Skip
+from hcx.rewrite.sites.finder import find
+from hcx.rewrite.sites.views import Boundary, Stack
 from torch import fx
 
-from . import places
-from .heads import HEADS
-from .heads_copied import OWN_CACHE, last_part, norm_parameters, restrictable
-from .inserted import NEVER, Inserted, answer_of, readout, stream_misfit
-from .padding import find_valid
-from .scores import CHEAP, FOR_SEQUENCES, FROM_LOGITS, SCORES
-from .sequences import RULES, averaged, is_surest, surest
+from .insert import places
+from .insert.heads import HEADS
+from .insert.heads_copied import OWN_CACHE, last_part, norm_parameters, restrictable
+from .insert.inserted import NEVER, Inserted, answer_of, readout, stream_misfit
+from .insert.padding import find_valid
+from .insert.scores import CHEAP, FOR_SEQUENCES, FROM_LOGITS, SCORES
+from .insert.sequences import RULES, averaged, is_surest, surest
 
 
 def select(fire: torch.Tensor, early: torch.Tensor, late: torch.Tensor) -> torch.Tensor:
@@ -59,7 +59,7 @@ class Exits(Pass):
         rule: leave at the ``first`` exit whose score reaches its threshold; ``max``: at the surest of those whose score
             does, if it is at least as sure as the model's own answer, which is computed first.
         form: ``select`` computes everything and selects; ``cond`` runs the blocks and the head after an exit only while
-            some position is still on the way, see :mod:`hcx.passes.exits.cond_form`.
+            some position is still on the way, see :mod:`hcx.passes.exits.insert.cond_form`.
         kv: what the cache gets of blocks after a position's exit; None: what they compute anyway. ``propagate``: keys
             and values from the stream at the exit, which ``cond`` needs where there is a cache.
         stack: label of the stack to read; default: the one the output is read from.
@@ -218,7 +218,7 @@ class Exits(Pass):
         return found if isinstance(found, str) else None
 
     def _check_form(self, program: Program, stack: Stack, plan: PassPlan) -> None:
-        from . import cond_form
+        from .insert import cond_form
 
         if (
             self.form == "cond"
@@ -267,7 +267,7 @@ class Exits(Pass):
         if first.get("rule") == "max":
             self._compare(editor, exits, logits)
         if self.form == "cond":
-            from . import cond_form
+            from .insert import cond_form
 
             readers = _readers(program, stack, logits, False)
             cond_form.insert(program, stack, editor, exits, logits, readers, hold=self.kv == "propagate",

@@ -6,27 +6,27 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
-from hcx.rewrite.contracts import Contract, Exact, Structural
-from hcx.rewrite.editor import Editor
+from hcx.rewrite.edit.editor import Editor
 from hcx.rewrite.errors import UsageError
-from hcx.rewrite.finder import find
-from hcx.rewrite.passbase import Pass, tap_prefix
-from hcx.rewrite.pipeline import fork
-from hcx.rewrite.plan import PassPlan, Reason, Site, Skip
-from hcx.rewrite.program import Program
-from hcx.rewrite.sites import Stack
+from hcx.rewrite.ir.program import Program
+from hcx.rewrite.pipeline.contracts import Contract, Exact, Structural
+from hcx.rewrite.pipeline.passbase import Pass, tap_prefix
+from hcx.rewrite.pipeline.plan import PassPlan, Reason, Site, Skip
+from hcx.rewrite.pipeline.walk import fork
+from hcx.rewrite.sites.finder import find
+from hcx.rewrite.sites.views import Stack
 from torch import fx
 
-from . import cond_form
 from .applied import NAME, Applied, applied, never_leaving, without_taps
 from .exits import _readers
-from .heads_copied import OWN_CACHE
-from .inserted import NEVER, answer_of, is_selection
+from .insert import cond_form
+from .insert.heads_copied import OWN_CACHE
+from .insert.inserted import NEVER, answer_of, is_selection
 
 
 @dataclass(frozen=True)
 class Skipping(Pass):
-    """Run blocks after an exit only while some position is still on the way; see :mod:`hcx.passes.exits.cond_form`.
+    """Run blocks after an exit only while some position is still on the way; see :mod:`hcx.passes.exits.insert.cond_form`.
 
     Args:
         kv: what the cache gets of blocks that are skipped, which a model with a cache needs to know: ``propagate``, keys

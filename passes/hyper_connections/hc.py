@@ -11,15 +11,15 @@ from math import sqrt
 from typing import ClassVar, Literal
 
 import torch
-from hcx.rewrite.contracts import Contract, Exact, Rounding
-from hcx.rewrite.dataflow import Dataflow, op_name, resolve, value
-from hcx.rewrite.editor import Editor
+from hcx.rewrite.edit.editor import Editor
 from hcx.rewrite.errors import UsageError
-from hcx.rewrite.finder import find
-from hcx.rewrite.passbase import Pass
-from hcx.rewrite.plan import PassPlan, Reason, Site, Skip
-from hcx.rewrite.program import Program
-from hcx.rewrite.sites import Stack
+from hcx.rewrite.ir.dataflow import Dataflow, op_name, resolve, value
+from hcx.rewrite.ir.program import Program
+from hcx.rewrite.pipeline.contracts import Contract, Exact, Rounding
+from hcx.rewrite.pipeline.passbase import Pass
+from hcx.rewrite.pipeline.plan import PassPlan, Reason, Site, Skip
+from hcx.rewrite.sites.finder import find
+from hcx.rewrite.sites.views import Stack
 from torch import fx
 
 from .inits import expand_start, is_power_of_two, reduce_start, site_start

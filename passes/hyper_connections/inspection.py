@@ -6,11 +6,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from hcx.rewrite.dataflow import WRITES, op_name
 from hcx.rewrite.errors import UsageError
-from hcx.rewrite.finder import find
-from hcx.rewrite.program import Program, copy_graph
-from hcx.rewrite.sites import Streams
+from hcx.rewrite.ir.dataflow import WRITES, op_name
+from hcx.rewrite.ir.program import Program, copy_graph
+from hcx.rewrite.sites.finder import find
+from hcx.rewrite.sites.views import Streams
 from torch import fx
 
 from .diagnostics import (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hcx.rewrite.dataflow import Dataflow, op_name, resolve, settle, value
-from hcx.rewrite.sites import Residual, Stack
+from hcx.rewrite.ir.dataflow import Dataflow, op_name, resolve, settle, value
+from hcx.rewrite.sites.views import Residual, Stack
 from torch import fx
 
 _POINTWISE = {

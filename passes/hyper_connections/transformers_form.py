@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from hcx.rewrite.errors import UsageError
-from hcx.rewrite.program import Program
+from hcx.rewrite.ir.program import Program
 
 MIXER_OF = {"deepseek_v4": "mhc", "glm5_next": "mhc", "hy_v4": "ihc"}
 SITES = ("attn_hc", "ffn_hc")
@@ -199,7 +199,7 @@ def _check(program: Program, model_type: str) -> None:
 
 
 def _options(program: Program) -> dict[str, Any]:
-    from hcx.rewrite.registry import passes
+    from hcx.rewrite.pipeline.registry import passes
 
     steps = [p for e in program.history for p in passes(e["pipeline"]) if p.name == "hc"]
     if len(steps) != 1:

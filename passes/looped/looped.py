@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
-from hcx.rewrite.contracts import Contract, Exact, Structural
-from hcx.rewrite.dataflow import shape, value
-from hcx.rewrite.editor import Editor
+from hcx.rewrite.edit.editor import Editor
 from hcx.rewrite.errors import UsageError
-from hcx.rewrite.finder import cache_nodes, find
-from hcx.rewrite.passbase import Pass
-from hcx.rewrite.plan import PassPlan, Reason, Site, Skip
-from hcx.rewrite.program import Program
-from hcx.rewrite.sites import Stack
-from hcx.rewrite.spans import span_of
+from hcx.rewrite.ir.dataflow import shape, value
+from hcx.rewrite.ir.program import Program
+from hcx.rewrite.pipeline.contracts import Contract, Exact, Structural
+from hcx.rewrite.pipeline.passbase import Pass
+from hcx.rewrite.pipeline.plan import PassPlan, Reason, Site, Skip
+from hcx.rewrite.sites.finder import cache_nodes, find
+from hcx.rewrite.sites.spans import span_of
+from hcx.rewrite.sites.views import Stack
 from torch import fx
 
 from . import restart, runtime, sweep

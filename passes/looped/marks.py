@@ -6,8 +6,8 @@ import re
 from dataclasses import dataclass
 
 import torch
-from hcx.rewrite.program import Program
-from hcx.rewrite.residuals import hcx_tag
+from hcx.rewrite.ir.program import Program
+from hcx.rewrite.sites.residuals import hcx_tag
 from torch import fx
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from hcx.rewrite.dataflow import Dataflow, value
-from hcx.rewrite.editor import Editor
-from hcx.rewrite.passbase import tap_prefix
-from hcx.rewrite.pipeline import sort_graph
-from hcx.rewrite.program import Program
-from hcx.rewrite.sites import Stack
+from hcx.rewrite.edit.editor import Editor
+from hcx.rewrite.ir.dataflow import Dataflow, value
+from hcx.rewrite.ir.program import Program
+from hcx.rewrite.pipeline.passbase import tap_prefix
+from hcx.rewrite.pipeline.walk import sort_graph
+from hcx.rewrite.sites.views import Stack
 from torch import fx
 
 from .window import after_norm

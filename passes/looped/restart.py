@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from hcx.rewrite.dataflow import is_identity, resolve
-from hcx.rewrite.editor import Editor
-from hcx.rewrite.sites import Block, Branch, Residual, Stack
+from hcx.rewrite.edit.editor import Editor
+from hcx.rewrite.ir.dataflow import is_identity, resolve
+from hcx.rewrite.sites.views import Block, Branch, Residual, Stack
 from torch import fx
 
 RANK = 64

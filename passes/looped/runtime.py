@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from hcx.rewrite.editor import Editor
-from hcx.rewrite.program import Program
-from hcx.rewrite.regions import Region
-from hcx.rewrite.spans import Span
+from hcx.rewrite.edit.editor import Editor
+from hcx.rewrite.edit.regions import Region
+from hcx.rewrite.ir.program import Program
+from hcx.rewrite.sites.spans import Span
 from torch import fx
 
 from .mixing import update_output

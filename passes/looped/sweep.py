@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 from hcx.rewrite.errors import UsageError
-from hcx.rewrite.finder import find
-from hcx.rewrite.pipeline import fingerprint
-from hcx.rewrite.program import Program
+from hcx.rewrite.ir.program import Program
+from hcx.rewrite.pipeline.walk import fingerprint
+from hcx.rewrite.sites.finder import find
 
 from .window import candidate_windows, measured_jumps
 

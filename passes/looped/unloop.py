@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from hcx.rewrite.contracts import Contract, Exact
-from hcx.rewrite.dataflow import Dataflow
-from hcx.rewrite.editor import Editor
+from hcx.rewrite.edit.editor import Editor
 from hcx.rewrite.errors import UsageError
-from hcx.rewrite.finder import cache_nodes
-from hcx.rewrite.passbase import Pass
-from hcx.rewrite.plan import PassPlan, Reason, Site, Skip
-from hcx.rewrite.program import Program
-from hcx.rewrite.residuals import hcx_tag
+from hcx.rewrite.ir.dataflow import Dataflow
+from hcx.rewrite.ir.program import Program
+from hcx.rewrite.pipeline.contracts import Contract, Exact
+from hcx.rewrite.pipeline.passbase import Pass
+from hcx.rewrite.pipeline.plan import PassPlan, Reason, Site, Skip
+from hcx.rewrite.sites.finder import cache_nodes
+from hcx.rewrite.sites.residuals import hcx_tag
 from torch import fx
 
 from .forms import is_neutral

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from hcx.rewrite.blocks import repeats
-from hcx.rewrite.dataflow import Dataflow, is_identity, op_name, value
-from hcx.rewrite.sites import Block, BlockRun, Stack
+from hcx.rewrite.ir.dataflow import Dataflow, is_identity, op_name, value
+from hcx.rewrite.sites.blocks import repeats
+from hcx.rewrite.sites.views import Block, BlockRun, Stack
 from torch import fx
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from hcx.rewrite.dataflow import Dataflow, shape, value
-from hcx.rewrite.observe import sink_jumps, stream_rms
-from hcx.rewrite.program import Program
-from hcx.rewrite.sites import Stack
+from hcx.rewrite.ir.dataflow import Dataflow, shape, value
+from hcx.rewrite.ir.program import Program
+from hcx.rewrite.run.reading import sink_jumps, stream_rms
+from hcx.rewrite.sites.views import Stack
 from torch import fx
 
 from .uses import period_of

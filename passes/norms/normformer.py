@@ -7,16 +7,16 @@ from math import isfinite
 from typing import Any, ClassVar
 
 import torch
-from hcx.rewrite.contracts import Contract, Exact, Structural
-from hcx.rewrite.dataflow import Dataflow, is_identity, op_name, resolve, value
-from hcx.rewrite.editor import Editor
+from hcx.rewrite.edit.editor import Editor
 from hcx.rewrite.errors import UsageError
-from hcx.rewrite.finder import find
-from hcx.rewrite.passbase import Pass
-from hcx.rewrite.plan import PassPlan, Reason, Site, Skip
-from hcx.rewrite.program import Program
-from hcx.rewrite.residuals import unscale
-from hcx.rewrite.sites import Branch, Residual
+from hcx.rewrite.ir.dataflow import Dataflow, is_identity, op_name, resolve, value
+from hcx.rewrite.ir.program import Program
+from hcx.rewrite.pipeline.contracts import Contract, Exact, Structural
+from hcx.rewrite.pipeline.passbase import Pass
+from hcx.rewrite.pipeline.plan import PassPlan, Reason, Site, Skip
+from hcx.rewrite.sites.finder import find
+from hcx.rewrite.sites.residuals import unscale
+from hcx.rewrite.sites.views import Branch, Residual
 from torch import fx
 
 from .equations import gated_layer_norm, precise

@@ -7,16 +7,16 @@ from math import sqrt
 from typing import Any, ClassVar, Literal
 
 import torch
-from hcx.rewrite.contracts import Contract, Exact, Rounding
-from hcx.rewrite.dataflow import op_name, resolve, value
-from hcx.rewrite.editor import Editor
+from hcx.rewrite.edit.editor import Editor
 from hcx.rewrite.errors import UsageError
-from hcx.rewrite.passbase import Pass
-from hcx.rewrite.plan import PassPlan, Reason, Site, Skip
-from hcx.rewrite.program import Program
-from hcx.rewrite.values import fake_mode_of
-from hcx.rewrite.weight_targets import select
-from hcx.rewrite.weights import WeightUse, find_weights
+from hcx.rewrite.ir.dataflow import op_name, resolve, value
+from hcx.rewrite.ir.program import Program
+from hcx.rewrite.ir.values import fake_mode_of
+from hcx.rewrite.pipeline.contracts import Contract, Exact, Rounding
+from hcx.rewrite.pipeline.passbase import Pass
+from hcx.rewrite.pipeline.plan import PassPlan, Reason, Site, Skip
+from hcx.rewrite.sites.weight_targets import select
+from hcx.rewrite.sites.weights import WeightUse, find_weights
 from torch import fx
 
 MATRICES = ("linear", "addmm", "matmul")

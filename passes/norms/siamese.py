@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from hcx.rewrite.contracts import Contract, Exact
-from hcx.rewrite.dataflow import Dataflow, op_name, resolve, settle, shape, value
-from hcx.rewrite.editor import Editor
-from hcx.rewrite.finder import find
-from hcx.rewrite.passbase import Pass
-from hcx.rewrite.plan import PassPlan, Reason, Site, Skip
-from hcx.rewrite.program import Program
-from hcx.rewrite.residuals import hcx_tag
-from hcx.rewrite.sites import Residual, Stack
+from hcx.rewrite.edit.editor import Editor
+from hcx.rewrite.ir.dataflow import Dataflow, op_name, resolve, settle, shape, value
+from hcx.rewrite.ir.program import Program
+from hcx.rewrite.pipeline.contracts import Contract, Exact
+from hcx.rewrite.pipeline.passbase import Pass
+from hcx.rewrite.pipeline.plan import PassPlan, Reason, Site, Skip
+from hcx.rewrite.sites.finder import find
+from hcx.rewrite.sites.residuals import hcx_tag
+from hcx.rewrite.sites.views import Residual, Stack
 from torch import fx
 
 from .equations import advanced, joined, precise, rms_normed

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from hcx.rewrite.errors import UsageError
-from hcx.rewrite.program import Program
+from hcx.rewrite.ir.program import Program
 
 from .arguments import token_ids, whole
 from .forcing import fit_vocabulary, only, without

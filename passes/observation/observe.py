@@ -8,16 +8,16 @@ from fnmatch import fnmatchcase
 from typing import Any, ClassVar, Literal
 
 import torch
-from hcx.rewrite.contracts import Contract, Exact
-from hcx.rewrite.dataflow import shape, value
-from hcx.rewrite.editor import Editor
+from hcx.rewrite.edit.editor import Editor
 from hcx.rewrite.errors import UsageError
-from hcx.rewrite.mutation import Aliases, mutated
-from hcx.rewrite.passbase import Pass, tap_prefix
-from hcx.rewrite.plan import PassPlan, Reason, Site, Skip
-from hcx.rewrite.program import Program
-from hcx.rewrite.sites import Boundary, Stack
-from hcx.rewrite.weight_targets import fits
+from hcx.rewrite.ir.dataflow import shape, value
+from hcx.rewrite.ir.mutation import Aliases, mutated
+from hcx.rewrite.ir.program import Program
+from hcx.rewrite.pipeline.contracts import Contract, Exact
+from hcx.rewrite.pipeline.passbase import Pass, tap_prefix
+from hcx.rewrite.pipeline.plan import PassPlan, Reason, Site, Skip
+from hcx.rewrite.sites.views import Boundary, Stack
+from hcx.rewrite.sites.weight_targets import fits
 from torch import fx
 
 from .values import SIDES, Values, spellings

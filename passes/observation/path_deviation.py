@@ -22,7 +22,7 @@ from .rows import Rows, carried
 
 
 class PathDeviation:
-    """A logits processor for ``generate(logits_processor=[...])`` and :func:`hcx.rewrite.generation.greedy`.
+    """A logits processor for ``generate(logits_processor=[...])`` and :func:`hcx.rewrite.run.generation.greedy`.
 
     Every row of a batch is judged by itself, from its first new token on; see :class:`~.rows.Rows` for beams and for
     where a row begins. A row that has its stop token is left alone. Entropies are those of the scores that are given:

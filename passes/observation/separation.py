@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from hcx.rewrite.errors import UsageError
-from hcx.rewrite.program import Program
+from hcx.rewrite.ir.program import Program
 
 from .arguments import token_ids, whole
 from .taps import observed, widths

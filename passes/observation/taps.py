@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from hcx.rewrite.dataflow import shape
 from hcx.rewrite.errors import UsageError
-from hcx.rewrite.passbase import tap_prefix
-from hcx.rewrite.program import Program
-from hcx.rewrite.values import fake_mode_of
+from hcx.rewrite.ir.dataflow import shape
+from hcx.rewrite.ir.program import Program
+from hcx.rewrite.ir.values import fake_mode_of
+from hcx.rewrite.pipeline.passbase import tap_prefix
 
 from .arguments import whole
 

@@ -11,11 +11,11 @@ from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
 
-from hcx.rewrite.dataflow import Dataflow, shape, value
-from hcx.rewrite.finder import find
-from hcx.rewrite.program import Program
-from hcx.rewrite.residuals import hcx_tag
-from hcx.rewrite.sites import Boundary, Branch, Residual, Stack
+from hcx.rewrite.ir.dataflow import Dataflow, shape, value
+from hcx.rewrite.ir.program import Program
+from hcx.rewrite.sites.finder import find
+from hcx.rewrite.sites.residuals import hcx_tag
+from hcx.rewrite.sites.views import Boundary, Branch, Residual, Stack
 from torch import fx
 
 SIDES = ("input", "output")

@@ -8,16 +8,16 @@ from functools import cache
 from typing import Any, ClassVar, Literal
 
 import torch
-from hcx.rewrite.contracts import Contract, Exact, Metric, Structural
-from hcx.rewrite.dataflow import value
-from hcx.rewrite.editor import Editor
+from hcx.rewrite.edit.editor import Editor
 from hcx.rewrite.errors import UsageError
-from hcx.rewrite.passbase import Pass
-from hcx.rewrite.plan import PassPlan, Reason, Site, Skip
-from hcx.rewrite.program import Program
-from hcx.rewrite.values import fake_mode_of
-from hcx.rewrite.weight_targets import base_count, finite, require_finite, select
-from hcx.rewrite.weights import WeightUse, base_tensors, find_weights
+from hcx.rewrite.ir.dataflow import value
+from hcx.rewrite.ir.program import Program
+from hcx.rewrite.ir.values import fake_mode_of
+from hcx.rewrite.pipeline.contracts import Contract, Exact, Metric, Structural
+from hcx.rewrite.pipeline.passbase import Pass
+from hcx.rewrite.pipeline.plan import PassPlan, Reason, Site, Skip
+from hcx.rewrite.sites.weight_targets import base_count, finite, require_finite, select
+from hcx.rewrite.sites.weights import WeightUse, base_tensors, find_weights
 from torch import fx
 
 from .packing import fields

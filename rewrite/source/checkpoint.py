@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from hcx.rewrite.errors import SourceError
 
-from ..errors import SourceError
 from . import files
 from .files import check_not_empty, damaged, first_line
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from hcx.rewrite.errors import SourceError, UsageError
 
-from ..errors import SourceError, UsageError
 from . import signals
 from .files import first_line
 from .inputs_file import GIVE_INPUTS

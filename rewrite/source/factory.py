@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hcx.rewrite.errors import SourceError
 
-from ..errors import SourceError
 from .files import first_line
 
 _SPEC = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..errors import HcxError, SourceError
+from hcx.rewrite.errors import HcxError, SourceError
 
 WEIGHT_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin")
 SUPPORTED = "a Hugging Face folder, .gguf, .pt2, .pt, .pth, .safetensors, .hcx or pkg.mod:factory"

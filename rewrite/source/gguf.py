@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hcx.rewrite.errors import SourceError
 
-from ..errors import SourceError
 from .files import wrapped
 from .gguf_file import check_gguf
 from .hf import check_fit

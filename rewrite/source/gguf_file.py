@@ -8,7 +8,8 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import SourceError
+from hcx.rewrite.errors import SourceError
+
 from .files import check_not_empty, damaged
 
 # the value types of fixed size: (struct format, bytes), by their number in the file

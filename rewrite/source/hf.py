@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hcx.rewrite.errors import SourceError
 
-from ..errors import SourceError
 from .files import wrapped
 from .hf_config import model_class, read_config
 from .hf_weights import find_weights

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..errors import SourceError
+from hcx.rewrite.errors import SourceError
+
 from .files import read_json, wrapped
 from .hf_weights import foreign_weights
 from .library import quiet, transformers

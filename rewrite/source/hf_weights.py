@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from hcx.rewrite.errors import SourceError
 
-from ..errors import SourceError
 from .checkpoint import load_file
 from .files import foreign_name, head
 from .safetensors_file import check_safetensors, shards

@@ -6,8 +6,8 @@ import inspect
 from pathlib import Path
 
 import torch
+from hcx.rewrite.errors import SourceError, UsageError
 
-from ..errors import SourceError, UsageError
 from .safetensors_file import check_safetensors
 
 GIVE_INPUTS = "give an example with --inputs FILE.safetensors, whose tensors are the keyword arguments by name"

@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from hcx.rewrite.errors import SourceError
 
-from ..errors import SourceError
 from .files import wrapped
 from .hf_config import model_class, read_config
 from .library import INSTALL, quiet, transformers
 from .safetensors_file import check_safetensors, entries, shards
 
 if TYPE_CHECKING:
-    from ..stored import Stored
+    from .stored import Stored
 
 _HINT = "leave out --lazy"
 
@@ -58,7 +58,7 @@ def lazy_model(folder: Path, *, trust: bool) -> tuple[torch.nn.Module, dict[str,
 
 
 def _tensors(folder: Path) -> dict[str, Stored]:
-    from ..stored import Stored
+    from .stored import Stored
 
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     files = [single] if single.is_file() else shards(index) if index.is_file() else []

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ..errors import SourceError
+from hcx.rewrite.errors import SourceError
 
 INSTALL = "pip install 'hcx-rewrite[hf]'"
 

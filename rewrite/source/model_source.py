@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     import torch
     from torch.export import ExportedProgram
 
-    from ..stored import Stored
+    from .stored import Stored
 
 KINDS = ("hf", "gguf", "factory", "pickle", "state_dict", "pt2", "hcx")
 

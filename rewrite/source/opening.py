@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import SourceError
+from hcx.rewrite.errors import SourceError
+
 from . import files
 from .model_source import ModelSource
 from .request import Request
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from ..stored import Stored
+    from .stored import Stored
 
 
 def open_any(request: Request) -> ModelSource:

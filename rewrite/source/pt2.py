@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from hcx.rewrite.errors import SourceError
 
-from ..errors import SourceError
 from .checkpoint import check_bytes
 from .files import damaged, first_line
 from .pt2_check import Unsafe, check_model

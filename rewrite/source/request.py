@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..errors import UsageError
+from hcx.rewrite.errors import UsageError
 
 if TYPE_CHECKING:
     import torch

@@ -7,7 +7,8 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import SourceError
+from hcx.rewrite.errors import SourceError
+
 from .files import check_not_empty, damaged, read_json
 
 # bits of one element; a dtype that is not listed is checked for its offsets alone

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hcx.rewrite.errors import SourceError
 
-from ..errors import SourceError
 from .files import check_json, wrapped
 
 COMPANION_LIMIT = 20_000_000

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hcx.rewrite.errors import SourceError
 
-from ..errors import SourceError
 from .checkpoint import find_module, find_state_dict, load_file
 from .factory import allow_local_imports, build
 from .files import archive_kind, archive_names, check_not_empty, read_json

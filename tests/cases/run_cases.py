@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from hcx.rewrite.errors import HcxError
-from hcx.rewrite.tracer import trace
+from hcx.rewrite.tracing.tracer import trace
 from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -244,7 +244,7 @@ class Run:
             need(same, f"exits: row {row} depends on its batch: {reason}")
 
     def save_load(self) -> str:
-        from hcx.rewrite.artefact import load, save, verify
+        from hcx.rewrite.store.saving import load, save, verify
 
         with tempfile.TemporaryDirectory() as folder:
             for number, program in enumerate([self.program, *self.rewritten]):
@@ -354,7 +354,7 @@ def _parallel(run: Run) -> None:
 
 
 def _norms(run: Run) -> None:
-    from hcx.rewrite.dataflow import op_name
+    from hcx.rewrite.ir.dataflow import op_name
 
     residuals = run.program.sites().residuals
     need(len(residuals) == 4, f"{len(residuals)} residuals, not 4")

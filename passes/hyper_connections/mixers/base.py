@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from hcx.rewrite.dataflow import value
-from hcx.rewrite.editor import Editor
+from hcx.passes.hyper_connections.inits import Start
+from hcx.rewrite.edit.editor import Editor
+from hcx.rewrite.ir.dataflow import value
 from torch import fx
-
-from ..inits import Start
 
 GATE = 0.01
 """Start of the gates of dynamic coefficients: their projections start at 0, so these are live and the function is kept."""

@@ -1,0 +1,1 @@
+"""One ONNX form for each ATen operator; each file registers its own."""

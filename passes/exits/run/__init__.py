@@ -1,0 +1,1 @@
+"""Running models with exits so that what follows an exit is not computed."""

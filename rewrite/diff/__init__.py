@@ -1,0 +1,1 @@
+"""Two Programs beside each other."""

@@ -1,0 +1,1 @@
+"""Changing a graph: every edit of a pass goes through the editor."""

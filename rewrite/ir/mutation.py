@@ -1,0 +1,247 @@
+"""In-place ops as new values, and a guard for those that must stay.
+
+``torch.export`` keeps ``add_`` and friends. A pass that reads a stream later, or runs a block again, would read or write
+a tensor that has changed since. Where no view that was made before is read afterwards, ``y = x.add_(z)`` becomes
+``y = x + z`` with every later use of ``x`` reading ``y``: the same numbers.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+
+import torch
+from hcx.rewrite.errors import PlanError
+from torch import fx
+
+from .control import Control
+from .dataflow import op_name, shape
+
+_SAME_TENSOR = {
+    "dropout",
+    "feature_dropout",
+    "alpha_dropout",
+    "feature_alpha_dropout",
+    "type_as",
+    "atleast_1d",
+    "atleast_2d",
+    "atleast_3d",
+}
+"""Ops that may return their argument itself without saying so in their schema."""
+
+
+def mutated(node: fx.Node) -> list[fx.Node]:
+    """The tensors that a node changes in place."""
+    if (
+        node.op != "call_function"
+        or not isinstance(node.target, torch._ops.OpOverload)
+        or not node.target._schema.is_mutable
+    ):
+        return []
+    return [
+        v for a, v in _arguments(node) if a.alias_info is not None and a.alias_info.is_write and isinstance(v, fx.Node)
+    ]
+
+
+def functional(graph: fx.Graph) -> None:
+    """Turn in-place ops into new values where that is exact; others stay."""
+    _without_detach(graph)
+    aliases = Aliases(graph)
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    for node in list(graph.nodes):
+        targets = mutated(node)
+        op = _functional_op(node) if len(targets) == 1 else None
+        if op is None or aliases.root(targets[0]).op == "get_attr":
+            continue
+        target = targets[0]
+        same = aliases.same(target)
+        late = [  # views that are made afterwards are views of the new value
+            u
+            for other in aliases.members(target)
+            if other not in same and order[other] < order[node]
+            for u in other.users
+            if order[u] > order[node]
+        ]
+        if late:
+            continue
+        before, after = target.meta.get("val"), node.meta.get("val")
+        if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
+            continue
+        tensors = [v.meta.get("val") for v in node.all_input_nodes if isinstance(v.meta.get("val"), torch.Tensor)]
+        node.target = op
+        if op is torch.ops.aten.copy.default:
+            _differentiable_copy(graph, node, order)
+        result = node
+        if any(v.dtype != before.dtype for v in tensors if v.dim()):  # in place keeps the dtype
+            with graph.inserting_after(node):
+                result = graph.call_function(torch.ops.aten.to.dtype, (node, before.dtype))
+            result.meta = dict(node.meta)
+            order[result] = order[node]
+            node.replace_all_uses_with(result, delete_user_cb=lambda u, r=result: u is not r)
+        for other in same:
+            other.replace_all_uses_with(result, delete_user_cb=lambda u, n=node: order[u] > order[n])
+        aliases.fresh(node, result)
+
+
+def _without_detach(graph: fx.Graph) -> None:
+    """``detach_`` of a constant writes no value, whatever its schema says: ``torch.tensor`` inside a forward ends in it."""
+    for node in graph.nodes:
+        if node.target is torch.ops.aten.detach_.default and Aliases.source(node).op == "get_attr":
+            node.target = torch.ops.aten.detach.default
+
+
+def _differentiable_copy(graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int]) -> None:
+    """``copy`` has no gradient: write it as the clone of the source in the shape and dtype of the target."""
+    target, source = node.args[:2]
+    before = target.meta["val"]
+
+    def insert(op, *arguments):
+        with graph.inserting_before(node):
+            new = graph.call_function(op, (source, *arguments))
+        values = fx.map_arg(new.args, lambda n: n.meta["val"])
+        with torch.no_grad(), node.meta["val"].fake_mode:
+            new.meta = {**node.meta, "val": op(*values)}
+        order[new] = order[node]
+        return new
+
+    if source.meta["val"].dtype != before.dtype:
+        source = insert(torch.ops.aten.to.dtype, before.dtype)
+    if shape(source) != shape(target):
+        source = insert(torch.ops.aten.expand_as.default, target)
+    layout = {"memory_format": torch.contiguous_format} if before.is_contiguous() else {}
+    node.target, node.args, node.kwargs = torch.ops.aten.clone.default, (source,), layout
+
+
+def _functional_op(node: fx.Node) -> torch._ops.OpOverload | None:
+    name = node.target.overloadpacket.__name__
+    if node.target.namespace != "aten" or not name.endswith("_") or name.endswith("__"):
+        return None
+    packet = getattr(torch.ops.aten, name[:-1], None)
+    op = getattr(packet, node.target._overloadname, None)
+    return op if op is not None and not op._schema.is_mutable and _same_arguments(op, node.target) else None
+
+
+def _same_arguments(one: torch._ops.OpOverload, other: torch._ops.OpOverload) -> bool:
+    def names(op):
+        return [(a.name, str(a.type)) for a in op._schema.arguments]
+
+    return names(one)[1:] == names(other)[1:] and len(one._schema.returns) == 1
+
+
+def check_hazards(graph: fx.Graph, pass_name: str) -> None:
+    """Refuse a rewrite in which a pass reads a tensor after it was changed in place, or changes one that is still read.
+
+    Raises:
+        PlanError: with the op and the value.
+    """
+    aliases = Aliases(graph)
+    order = {node: index for index, node in enumerate(graph.nodes)}
+    for node in graph.nodes:
+        for target in mutated(node):
+            for other in aliases.members(target):
+                if order[other] >= order[node]:
+                    continue
+                for user in other.users:
+                    if (
+                        order[user] > order[node]
+                        and (_of_pass(user) or _of_pass(node))
+                        and not _copied_together(user, node)
+                    ):
+                        raise PlanError(
+                            f"`{pass_name}` would read `{other.name}` after `{node.name}` has changed it in place",
+                            where=_where(node),
+                            hint="write that line of the model without the in-place op (x = x + y instead of x += y)",
+                        )
+
+
+def _of_pass(node: fx.Node) -> bool:
+    return "pass" in node.meta.get("custom", {}).get("hcx", {})
+
+
+def _copied_together(one: fx.Node, other: fx.Node) -> bool:
+    """Copies of one iteration keep the order of their originals, writes included."""
+    tags = [n.meta.get("custom", {}).get("hcx", {}) for n in (one, other)]
+    return (
+        all("of" in t for t in tags)
+        and tags[0].get("pass") == tags[1].get("pass")
+        and tags[0].get("iteration") == tags[1].get("iteration")
+    )
+
+
+def _where(node: fx.Node) -> str:
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    return f"{stack[-1][0] if stack else ''} {node.target}".strip()
+
+
+class Aliases:
+    """Which nodes share a storage, and which of them are the same view of it, by the schemas of the ops."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._root: dict[fx.Node, fx.Node] = {}
+        self._view: dict[fx.Node, fx.Node] = {}
+        self._group: dict[fx.Node, list[fx.Node]] = {}
+        fetched: dict[str, fx.Node] = {}
+        for node in graph.nodes:
+            source = _aliased(node)
+            if node.op == "get_attr":
+                source = fetched.setdefault(str(node.target), node) if node.target in fetched else None
+                fetched.setdefault(str(node.target), node)
+            self._root[node] = self._root.get(source, source) if source is not None else node
+            written = mutated(node)
+            self._view[node] = self._view[written[0]] if len(written) == 1 and source is written[0] else node
+            self._group.setdefault(self._root[node], []).append(node)
+
+    @staticmethod
+    def source(node: fx.Node) -> fx.Node:
+        """The first node that a value shares its storage with, without a look at the rest of the graph."""
+        while (before := _aliased(node)) is not None:
+            node = before
+        return node
+
+    def root(self, node: fx.Node) -> fx.Node:
+        return self._root[node]
+
+    def members(self, node: fx.Node) -> list[fx.Node]:
+        return self._group[self._root[node]]
+
+    def same(self, node: fx.Node) -> list[fx.Node]:
+        return [n for n in self.members(node) if self._view[n] is self._view[node]]
+
+    def fresh(self, node: fx.Node, result: fx.Node) -> None:
+        """A node has become a new value: what was made from it later shares its storage."""
+        old = self._group[self._root[node]]
+        view = self._view[node]
+        cut = old.index(node)
+        later = old[cut:]
+        del old[cut:]
+        for n in later:
+            self._root[n] = node
+            self._view[n] = node if self._view[n] is view else self._view[n]
+        self._group[node] = later
+        if result is not node:
+            self._root[result], self._view[result] = node, node
+            later.append(result)
+
+
+def _arguments(node: fx.Node) -> Iterator[tuple]:
+    for index, argument in enumerate(node.target._schema.arguments):
+        if index < len(node.args):
+            yield argument, node.args[index]
+        elif argument.name in node.kwargs:
+            yield argument, node.kwargs[argument.name]
+
+
+def _aliased(node: fx.Node) -> fx.Node | None:
+    """The argument whose storage the result may share."""
+    if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+        if isinstance(node.args[0].target, Control):
+            return node.args[0].target.shared(node.args[0].args, node.args[1])
+        return node.args[0] if _aliased(node.args[0]) is not None else None
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    if op_name(node) in _SAME_TENSOR and node.args:
+        return node.args[0] if isinstance(node.args[0], fx.Node) else None
+    returns = node.target._schema.returns
+    if not returns or returns[0].alias_info is None:
+        return None
+    return next((v for a, v in _arguments(node) if a.alias_info is not None and isinstance(v, fx.Node)), None)

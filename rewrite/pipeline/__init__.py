@@ -1,0 +1,1 @@
+"""What a pass is, what it plans and promises, and how several follow each other."""

@@ -1,0 +1,1 @@
+"""What a graph is made of: residual streams, branches, blocks, stacks, stages, weights."""

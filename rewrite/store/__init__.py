@@ -1,0 +1,1 @@
+"""Artefacts: folders ``NAME.hcx``, written, read back and verified."""
