@@ -16,8 +16,9 @@ from .opening import Opened, check_output, open_program
 from .result import Progress, Result, silent
 
 if TYPE_CHECKING:
-    from hcx.rewrite.diff.diff import Change, Diff
+    from hcx.rewrite.diff.diff import Diff
     from hcx.rewrite.diff.graph import Line, Place, Region
+    from hcx.rewrite.diff.report import Change
 
 FOLD = 4
 """Unchanged neighbours that the page shows as one closed line; fewer stay open."""

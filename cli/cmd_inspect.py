@@ -203,6 +203,6 @@ def _place(node: fx.Node) -> dict[str, Any]:
 
 
 def _versions(path: str) -> dict[str, str]:
-    from hcx.rewrite.store.saving import read_manifest
+    from hcx.rewrite.store.manifest import read_manifest
 
     return dict(read_manifest(Path(path)).get("versions") or {})

@@ -141,6 +141,6 @@ def _pairs(detail: dict[str, Any]) -> str:
 
 def check_lines(checks: list[dict[str, Any]]) -> list[str]:
     """One line a check, with its measured values."""
-    from hcx.rewrite.check.invariants import Check
+    from hcx.rewrite.check.report import Check
 
     return [f"  {Check(**c)}" for c in checks]

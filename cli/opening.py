@@ -89,23 +89,21 @@ def program_of(spec: str, **options: Any) -> Program:
 
 
 def _program(source: ModelSource, weights: str | None) -> Program:
-    if source.kind == "hcx":
-        from hcx.rewrite import load
+    from hcx.rewrite.api import Program, load, trace
 
+    if source.kind == "hcx":
         return load(str(source.path), weights=weights)
     if source.kind == "pt2":
         from hcx.rewrite.tracing.tracer import from_exported
 
-        program = from_exported(source.exported)
+        program = Program.over(from_exported(source.exported))
     elif source.stored:
         from hcx.rewrite.tracing.lazy import trace_lazily
 
-        program = trace_lazily(source.model, source.kwargs, source.stored)
+        program = Program.over(trace_lazily(source.model, source.kwargs, source.stored))
     else:
-        from hcx.rewrite import trace
-
         program = trace(source.model, source.args, source.kwargs)
-    program.companions = dict(source.companions)
+    program.belongings.companions = dict(source.companions)
     return program
 
 

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hcx.rewrite.check.invariants import is_meta, outputs
-from hcx.rewrite.errors import ExportError, HcxError, UsageError
+from hcx.rewrite.check.measuring import is_meta, outputs
+from hcx.rewrite.errors import ExportError, HcxError, UsageError, let_through
 from hcx.rewrite.host.pretrained import config_of
+from hcx.rewrite.ir.history import numbered, tensor_prefix
 from hcx.rewrite.pipeline import registry, spec
 from hcx.rewrite.pipeline.plan import Plan
+from hcx.rewrite.run.inputs import check_inputs
 from hcx.rewrite.source.library import quiet, transformers
 from hcx.rewrite.store.folders import replace_folder, staging
 from hcx.rewrite.tracing.reference import reference_for
@@ -82,7 +84,7 @@ def _compared(program: Any, loaded: torch.nn.Module) -> dict[str, Any]:
 
 
 def _agreement(program: Any, loaded: torch.nn.Module, limit: float) -> dict[str, Any]:
-    inputs = program.check_inputs(3)
+    inputs = check_inputs(program, 3)
     expected = [{n: t for n, t in o.items() if not n.startswith("present.")} for o in outputs(program, inputs)]
     reference = reference_for(program, loaded)
     own = [reference.named([t.clone() for t in flat]) for flat in inputs]
@@ -108,12 +110,10 @@ def folded(program: Any) -> tuple[dict[str, torch.Tensor], list[str]]:
         ExportError: a pass that cannot be expressed in them.
     """
     weights = {n: t.detach() for n, t in program.state_dict(keep_vars=True).items() if n not in program.origin}
-    names = [entry["pass"] for entry in program.history]
     notes = []
-    for index in reversed(range(len(names))):
-        name, entry = names[index], program.history[index]
-        step = Plan.from_json(entry["plan"]).steps[0]
-        prefix, before = f"hcx.{name}_{names[:index].count(name)}", dict(weights)
+    for entry, number in reversed(list(numbered(program.history))):
+        step = Plan.from_json(entry.plan).steps[0]
+        name, prefix, before = entry.name, tensor_prefix(entry.name, number), dict(weights)
         try:
             reason = spec.build(registry.get(name), step.options).fold(program, step.sites or [], prefix, weights)
         except (HcxError, KeyError) as error:
@@ -121,7 +121,7 @@ def folded(program: Any) -> tuple[dict[str, torch.Tensor], list[str]]:
         if reason is not None:
             raise ExportError(
                 f"pass `{name}` prevents a Transformers folder: {reason}",
-                where=entry["pipeline"],
+                where=entry.pipeline,
                 hint="--to pt2 and --to onnx take every Program",
             )
         if all(before.get(n) is t for n, t in weights.items()):
@@ -189,9 +189,10 @@ def _explained(program: Any, what: str) -> Iterator[None]:
     try:
         with quiet():
             yield
-    except HcxError:
-        raise
-    except Exception as error:
+    except Exception as error:  # any type: Transformers
+        let_through(error)
+        if isinstance(error, HcxError):
+            raise
         text = next(iter(str(error).strip().splitlines()), "")
         raise ExportError(
             f"{what}: {type(error).__name__}: {text}",

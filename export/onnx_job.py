@@ -167,7 +167,7 @@ def _full_check(model: Any, path: Path, opset: int) -> None:
         )
     try:
         onnx.checker.check_model(str(path), full_check=True)
-    except Exception as error:
+    except Exception as error:  # any type: the checker of onnx
         raise ExportError(
             f"the ONNX checker refuses the file: {first_line(error)}", hint="try another opset or producer"
         ) from error

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from hcx.rewrite.errors import ExportError, HcxError
+from hcx.rewrite.errors import ExportError, HcxError, let_through
 
 from . import preflight
 from .samples import Sample
@@ -40,8 +40,8 @@ def direct(task: Task) -> Any:
     """Our own emitter; a graph that writes through views is made functional first."""
     from . import onnx_torch
     from .onnx_direct.build import build
+    from .onnx_direct.emitting.unsupported import Unsupported
     from .onnx_direct.mutation import Aliased
-    from .onnx_direct.symbols import Unsupported
 
     inputs = task.program.inputs
     names, dims = [i.name for i in inputs], [tuple(i.shape) for i in inputs]
@@ -59,9 +59,10 @@ def direct(task: Task) -> Any:
             where=preflight.where(node) if node is not None else None,
             hint="leave producer out, so that torch.onnx is tried",
         ) from reason
-    except HcxError:
-        raise
-    except Exception as error:  # a gap in the emitter must not keep torch.onnx from trying
+    except Exception as error:  # a gap between torch, onnx_ir and the emitter must not keep torch.onnx from trying
+        let_through(error)
+        if isinstance(error, HcxError):
+            raise
         raise ExportError(
             f"the direct emitter failed: {type(error).__name__}: {error}", hint="please report this graph"
         ) from error
@@ -76,7 +77,7 @@ def by_torch(task: Task) -> Any:
         return onnx_torch.export(
             task.program, task.module, example(task), task.output_names, opset=task.opset, optimize=task.optimize
         )
-    except Exception as error:  # torch.onnx wraps failures in many types; the innermost names the operator
+    except Exception as error:  # any type: torch.onnx wraps failures in many types; the innermost names the operator
         cause = error
         while cause.__cause__ is not None:
             cause = cause.__cause__

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hcx.rewrite.check.invariants import is_meta
-from hcx.rewrite.errors import ExportError, UsageError
+from hcx.rewrite.check.measuring import is_meta
+from hcx.rewrite.errors import ExportError, UsageError, let_through
 from hcx.rewrite.host.dormant import without_dormant
 from hcx.rewrite.store.folders import staging
 
@@ -107,6 +107,7 @@ def _export(program: Any, named: _Named, example: list[torch.Tensor]) -> torch.e
                 named.module, (), named.named(example), dynamic_shapes=named.named(dynamic), strict=False
             )
     except Exception as error:  # whatever torch.export raises, it is about this graph
+        let_through(error)
         text = next(iter(str(error).strip().splitlines()), "")
         raise ExportError(
             f"torch.export refuses the graph: {type(error).__name__}: {text}",

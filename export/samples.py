@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from hcx.rewrite.ir.signature import number_of
+from hcx.rewrite.ir.signature import Count, Fill
+from hcx.rewrite.run.inputs import check_inputs
 
 Flat = list[torch.Tensor]
 
@@ -32,7 +33,7 @@ def samples(program: Any) -> list[Sample]:
 
     The masked set is where exporters go wrong unseen: a query that may look at nothing is zero in torch.
     """
-    own = [Sample(list(flat)) for flat in program.check_inputs(2)]
+    own = [Sample(list(flat)) for flat in check_inputs(program, 2)]
     if not own:
         return own
     past, hidden = with_past(program, own[-1].flat), with_hidden_rows(program, own[0].flat)
@@ -43,14 +44,14 @@ def samples(program: Any) -> list[Sample]:
 
 def with_other_numbers(program: Any, flat: Flat) -> Flat | None:
     """Two more than what stands for inputs that are a number (steps of a loop)."""
-    numbers = [number_of(_fill(spec)) is not None for spec in program.inputs]
+    numbers = [isinstance(_fill(spec), Count) for spec in program.inputs]
     return [t + 2 if n else t for t, n in zip(flat, numbers, strict=True)] if any(numbers) else None
 
 
 def with_past(program: Any, flat: Flat) -> Flat | None:
     """A second step of a decoder: the caches that the first step returns, masks and positions moved on."""
     specs = program.inputs
-    caches = [i for i, spec in enumerate(specs) if _fill(spec) == "empty"]
+    caches = [i for i, spec in enumerate(specs) if _fill(spec) == Fill.EMPTY]
     if not caches:
         return None
     with torch.no_grad():
@@ -68,13 +69,13 @@ def with_past(program: Any, flat: Flat) -> Flat | None:
     past = step[grown[0]].shape[grown[1]] if grown else past
     for index, spec in enumerate(specs):
         axis = next((a for a, d in enumerate(spec.shape) if isinstance(d, str) and "past+" in d), None)
-        if axis is not None and _fill(spec) != "ones":
+        if axis is not None and _fill(spec) != Fill.ONES:
             return None
         if axis is not None:
             step[index] = torch.cat(
                 [torch.ones_like(flat[index]).narrow(axis, 0, 1).repeat_interleave(past, axis), flat[index]], axis
             )
-        elif _fill(spec) == "positions":
+        elif _fill(spec) == Fill.POSITIONS:
             step[index] = flat[index] + past
     return step
 
@@ -88,11 +89,11 @@ def with_hidden_rows(program: Any, flat: Flat) -> Flat | None:
         if tensor.dtype is torch.bool:
             changed[index] = tensor.clone()
             changed[index][0] = False
-        elif _fill(spec) == "ones":
+        elif _fill(spec) == Fill.ONES:
             changed[index] = tensor.clone()
             changed[index][0, ..., : tensor.shape[-1] // 2] = 0
     return changed if any(a is not b for a, b in zip(changed, flat, strict=True)) else None
 
 
-def _fill(spec: Any) -> str | None:
+def _fill(spec: Any) -> Fill | Count | None:
     return getattr(spec, "fill", None)

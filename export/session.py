@@ -126,7 +126,7 @@ def load(path: Path, *, optimize: bool = True, threads: int | None = None):
         options.intra_op_num_threads = threads
     try:
         return ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    except Exception as error:
+    except Exception as error:  # ONNX Runtime's, as above
         raise SourceError(
             f"ONNX Runtime cannot load the file: {first_line(error)}",
             where=str(path),

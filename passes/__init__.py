@@ -10,6 +10,9 @@ _HOME = {
     "Skipping": "exits",
     "Lora": "adapters",
     "Quantize": "quantization",
+    "NormFormer": "norms",
+    "ScaleVectors": "norms",
+    "Siamese": "norms",
     "Observe": "observation",
 }
 __all__ = sorted(_HOME)

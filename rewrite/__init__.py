@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 _HOME = {
-    "trace": "tracing.tracer",
-    "Program": "ir.program",
+    "trace": "api",
+    "Program": "api",
     "BlockModule": "host.module",
-    "load": "store.saving",
-    "save": "store.saving",
+    "load": "api",
+    "save": "api",
     "HcxError": "errors",
     "UsageError": "errors",
     "SourceError": "errors",
@@ -29,15 +29,17 @@ _HOME = {
     "Rounding": "pipeline.contracts",
     "Metric": "pipeline.contracts",
     "Structural": "pipeline.contracts",
-    "verify": "store.saving",
+    "verify": "api",
     "allow_ops": "ir.graph_text",
 }
 __all__ = sorted(_HOME)
 
 if TYPE_CHECKING:
+    from .api import Program as Program
+    from .api import load as load
+    from .api import trace as trace
+    from .api import verify as verify
     from .errors import HcxError as HcxError
-    from .ir.program import Program as Program
-    from .tracing.tracer import trace as trace
 
 
 def __getattr__(name: str):

@@ -100,3 +100,19 @@ class ExportError(HcxError):
 
 class ArtefactError(SourceError):
     """A .hcx folder that is damaged, foreign, or asks for something that is not allowed."""
+
+
+def is_own_fault(error: BaseException) -> bool:
+    """Whether hcx's own code raised an exception that is no finding of its: a bug, which must reach the user as one."""
+    if isinstance(error, HcxError) or error.__traceback__ is None:
+        return False
+    innermost = error.__traceback__
+    while innermost.tb_next is not None:
+        innermost = innermost.tb_next
+    return str(innermost.tb_frame.f_globals.get("__name__", "")).startswith("hcx.")
+
+
+def let_through(error: BaseException) -> None:
+    """In a handler that expects a model or a library to fail: raise what is hcx's own fault."""
+    if is_own_fault(error):
+        raise error

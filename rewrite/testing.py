@@ -16,16 +16,16 @@ from typing import Any
 
 import torch
 
-from .driver import rewrite
+from .api import load, save, trace
+from .driver import plan, rewrite
 from .errors import HcxError
 from .ir import graph_text
+from .ir.fingerprint import fingerprint
 from .ir.program import Program
 from .pipeline.passbase import Pass
 from .pipeline.plan import Plan, Reason
 from .pipeline.registry import homes, passes
-from .pipeline.walk import fingerprint, plan
-from .store.saving import load, save
-from .tracing.tracer import trace
+from .run.inputs import check_inputs
 
 
 class TinyDecoder(torch.nn.Module):
@@ -182,7 +182,7 @@ class _Kit:
         expected = [s.address for p in self.plan.steps for s in p.sites or ()]
         reference = self.program.reference
         variants = [copy.deepcopy(self.program).to(torch.float64)]
-        shapes = self.program.check_inputs(2)
+        shapes = check_inputs(self.program, 2)
         if reference is not None and len(self.program.inputs) == 1 and len(shapes) == 2:
             variants.append(trace(reference.model, tuple(shapes[1])))
         for variant in variants:

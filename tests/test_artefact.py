@@ -191,7 +191,7 @@ def test_a_save_that_fails_leaves_the_old_artefact_and_no_rest(net, tmp_path):
 KILLED = """
 import os, signal, time, torch
 from hcx.rewrite import load
-from hcx.rewrite.store.saving import changed_files
+from hcx.rewrite.store.manifest import changed_files
 torch.set_num_threads(1)
 old, new, target = load(sys.argv[1]), load(sys.argv[1]), sys.argv[2]
 with torch.no_grad():

@@ -10,10 +10,12 @@ import torch
 from hcx.rewrite import ArtefactError, PlanError, load, trace
 from hcx.rewrite.edit.editor import Editor
 from hcx.rewrite.edit.regions import Region
-from hcx.rewrite.host.optimiser import move
 from hcx.rewrite.ir import graph_text
 from hcx.rewrite.ir.control import Control, every_node
-from hcx.rewrite.pipeline.walk import _tidy, fingerprint, fork
+from hcx.rewrite.ir.fingerprint import fingerprint
+from hcx.rewrite.ir.fork import fork
+from hcx.rewrite.ir.moving import move
+from hcx.rewrite.pipeline.walk import _tidy
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -7,7 +7,7 @@ import torch
 from hcx.passes.exits import set_thresholds
 from hcx.passes.exits.fitting import calibrate, fit
 from hcx.rewrite import NoMatchError, UsageError, load, trace
-from hcx.rewrite.ir.mutation import mutated
+from hcx.rewrite.ir.aliases import mutated
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.conftest import tiny_llama, token_ids

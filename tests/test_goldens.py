@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 from hcx.rewrite import load, trace
-from hcx.rewrite.diff.diff import Diff, diff
+from hcx.rewrite.diff.diff import diff
 from hcx.rewrite.diff.graph import Layout, Line, Region
+from hcx.rewrite.diff.report import Report
 from hcx.rewrite.diff.text import MARKS, form, grouped, grouped_name
 from hcx.rewrite.pipeline.registry import homes
 from hcx.rewrite.pipeline.spec import parse
@@ -63,7 +64,7 @@ def graph_text(program) -> str:
     return "\n".join(lines) + "\n"
 
 
-def diff_text(found: Diff, pipeline: str) -> str:
+def diff_text(found: Report, pipeline: str) -> str:
     """What a pipeline changed: call, tensors, and the blocks that differ with a little of what is around."""
     lines = [f"{pipeline}", *(f"contract of {e['pipeline']}: {e['contract']}" for e in found.rewrites), ""]
     for group in grouped([*found.call, *found.tensors]):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from hcx.passes.norms import NormFormer
 from hcx.rewrite import HcxError, NoMatchError, load, trace
-from hcx.rewrite.edit.editor import _spelled
+from hcx.rewrite.edit.inserting import _spelled
 from hcx.rewrite.testing import tiny_decoder
 from torch import nn
 from torch.nn import functional as F

@@ -17,9 +17,10 @@ import sympy  # noqa: E402
 from hcx.export import dedup, onnx_file  # noqa: E402
 from hcx.export.onnx_direct import mutation
 from hcx.export.onnx_direct.build import build  # noqa: E402
-from hcx.export.onnx_direct.emitter import Emitter, Operand  # noqa: E402
+from hcx.export.onnx_direct.emitting.emitter import Emitter, Operand  # noqa: E402
+from hcx.export.onnx_direct.emitting.symbols import dim_text, named  # noqa: E402
+from hcx.export.onnx_direct.emitting.unsupported import Unsupported
 from hcx.export.onnx_direct.ops import registry  # noqa: E402
-from hcx.export.onnx_direct.symbols import Unsupported, dim_text, named  # noqa: E402
 
 AUTO = torch.export.Dim.AUTO
 
@@ -120,7 +121,7 @@ def test_dim_text():
 
 @pytest.mark.parametrize("a, b", [(7, 2), (-7, 2), (7, -2), (-7, -2), (6, 3), (-6, 3)])
 def test_floor_division(a, b):
-    from hcx.export.onnx_direct.symbols import floor_divide
+    from hcx.export.onnx_direct.emitting.symbols import floor_divide
 
     e = Emitter(23)
     x = ir.Value(name="x", type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([1]))

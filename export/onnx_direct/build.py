@@ -8,9 +8,10 @@ from onnx_ir.passes.common import RemoveUnusedNodesPass
 from torch import fx
 
 from . import patterns
-from .emitter import Emitter, Operand, onnx_dtype
+from .emitting.emitter import Emitter, Operand, onnx_dtype
+from .emitting.symbols import dim_text
+from .emitting.unsupported import Unsupported
 from .mutation import without_mutation
-from .symbols import Unsupported, dim_text
 from .walk import Walker
 
 IR_VERSION = 11

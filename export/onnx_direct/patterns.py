@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .emitter import Emitter, Operand
+from .emitting.emitter import Emitter, Operand
 from .ops.attention import attention
 from .ops.norm import rms
 from .ops.shape import sliced

@@ -11,11 +11,12 @@ import onnx_ir as ir
 import torch
 from torch import fx
 
-from . import decompose
-from .emitter import Emitter, Operand, onnx_dtype
+from .emitting import decompose
+from .emitting.emitter import Emitter, Operand, onnx_dtype
+from .emitting.symbols import dim_text
+from .emitting.unsupported import Unsupported
 from .mutation import without_mutation
 from .ops import registry
-from .symbols import Unsupported, dim_text
 
 Fused = dict[fx.Node, tuple[Any, tuple]]
 OUTER = "hcx_outer"
@@ -339,11 +340,11 @@ def weight(e: Emitter, name: str, tensor: torch.Tensor) -> Operand:
         if tensor.numel()
         else ("weight", name)
     )
-    if key not in e._constants:
+    if key not in e.constants:
         plain = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor.detach()
         stored = plain.to(dtype).cpu().contiguous()
-        e._constants[key] = e.initializer(name, ir.tensor(stored.numpy(), name=name))
-    return Operand(e._constants[key], tensor.dtype, tuple(int(s) for s in tensor.shape))
+        e.constants[key] = e.initializer(name, ir.tensor(stored.numpy(), name=name))
+    return Operand(e.constants[key], tensor.dtype, tuple(int(s) for s in tensor.shape))
 
 
 def involves_complex(node: fx.Node) -> bool:

@@ -13,10 +13,10 @@ from hcx.rewrite.edit.editor import Editor
 from hcx.rewrite.errors import UsageError
 from hcx.rewrite.ir.dataflow import value
 from hcx.rewrite.ir.program import Program
+from hcx.rewrite.ir.tags import Part, Role, hcx_tag
 from hcx.rewrite.pipeline.contracts import Contract, Exact
 from hcx.rewrite.pipeline.passbase import Pass
 from hcx.rewrite.pipeline.plan import PassPlan, Reason, Site, Skip
-from hcx.rewrite.sites.residuals import hcx_tag
 from hcx.rewrite.sites.weight_targets import base_count, require_finite, select
 from hcx.rewrite.sites.weights import WeightUse, find_weights
 
@@ -25,6 +25,10 @@ from . import lowrank
 MATRICES = ("linear", "addmm", "matmul", "einsum")
 OTHERS = ("conv", "experts")
 BESIDE = ("linear", "addmm", "matmul", "embedding")
+
+
+ADAPTER = Role("lora", Part.INSIDE)
+"""An adapter beside a weight."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,7 @@ class Lora(Pass):
             PlanError: a chosen weight holds NaN or Inf.
             UsageError: adapters for each pass of a loop that there is not.
         """
-        if self.per_iteration and not any(hcx_tag(n).get("iteration", 1) > 1 for n in program.graph.nodes):
+        if self.per_iteration and not any(hcx_tag(n).iteration > 1 for n in program.graph.nodes):
             raise UsageError("lora{per_iteration=true}: nothing in this model is repeated by `looped`",
                              where="per_iteration", hint="leave it out, or put `looped` before lora")  # fmt: skip
         plan = self.new_plan(sites=[])
@@ -107,7 +111,7 @@ class Lora(Pass):
         """Uses that share an adapter, by the address of the adapter: the parameter's name, ``~2`` for a second pass."""
         groups: dict[str, list[WeightUse]] = {}
         for use in uses:
-            iteration = hcx_tag(use.node).get("iteration", 1) if self.per_iteration else 1
+            iteration = hcx_tag(use.node).iteration if self.per_iteration else 1
             groups.setdefault(use.name + (f"~{iteration}" if iteration > 1 else ""), []).append(use)
         return groups
 
@@ -161,7 +165,7 @@ class Lora(Pass):
         windows = use.window(use.in_axes[0]), use.window(use.out_axis)
         adapted = _adapted(use.kind == "embedding", use.left, scale * use.factor, self.dropout, *windows)
         readers = set(use.node.users)
-        with editor.after(use.node, role="lora", site=use.address):
+        with editor.after(use.node, role=ADAPTER, site=use.address):
             new = editor.inline(adapted, use.node, use.input, a, b)
         editor.redirect(use.node, new, only=readers.__contains__)
 
@@ -238,6 +242,6 @@ def _inside(editor: Editor, uses: list[WeightUse], a, b, scale: float) -> None:
     """Let the readers of a weight read the updated one."""
     for source in dict.fromkeys(u.source for u in uses):
         readers = {u.reader for u in uses if u.source is source}
-        with editor.before(min(readers), role="lora", site=uses[0].address):
+        with editor.before(min(readers), role=ADAPTER, site=uses[0].address):
             new = editor.inline(_updated(scale, _order(uses[0])), source, a, b)
         editor.redirect(source, new, only=readers.__contains__)

@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 from hcx.rewrite.errors import UsageError
+from hcx.rewrite.ir.fork import fork
+from hcx.rewrite.ir.history import Entry, runs_of, tensor_prefix
 from hcx.rewrite.ir.program import Program, copy_graph
+from hcx.rewrite.ir.tags import REDUCE, hcx_tag
 from hcx.rewrite.ir.values import fake_mode_of
 from hcx.rewrite.pipeline.passbase import tap_prefix
-from hcx.rewrite.pipeline.walk import fork
 from hcx.rewrite.sites.finder import cache_nodes, find_in_graph
 from hcx.rewrite.sites.views import Boundary
 from torch import fx
@@ -68,13 +70,13 @@ class Applied:
         return self.details[0].get("rule", "first")
 
     @property
-    def entry(self) -> dict[str, Any]:
+    def entry(self) -> Entry:
         """Its entry in the history."""
-        return [e for e in self.program.history if e["pass"] == NAME][self.number]
+        return runs_of(self.program.history, NAME)[self.number]
 
     def tensor(self, at: Place | None, name: str) -> str:
         """Full name of a tensor of the pass; ``at`` is None for one that all exits share."""
-        return f"hcx.{NAME}_{self.number}.{name if at is None else f'{tensor_part(at)}.{name}'}"
+        return f"{tensor_prefix(NAME, self.number)}.{name if at is None else f'{tensor_part(at)}.{name}'}"
 
     def threshold(self, at: Place) -> float:
         """What the score must reach; infinite where nothing ever leaves."""
@@ -87,15 +89,15 @@ def applied(program: Program) -> Applied:
     Raises:
         UsageError: it has none, or not in select form.
     """
-    entries = [e for e in program.history if e["pass"] == NAME]
-    sites = entries[-1]["plan"]["steps"][0]["sites"] if entries else []
+    entries = runs_of(program.history, NAME)
+    sites = entries[-1].sites if entries else []
     if not sites:
         raise UsageError(
             "this program has no exits", where=program.signature.model, hint="rewrite it with `exits` first"
         )
     details = [s["detail"] for s in sites]
-    form = entries[-1]["plan"]["steps"][0]["options"].get("form", "select")
-    if any(e["pass"] == "skipping" for e in program.history):
+    form = entries[-1].step["options"].get("form", "select")
+    if runs_of(program.history, "skipping"):
         form = "cond"
     if form != "select":
         raise UsageError(f"the exits are in {form} form", where=NAME, hint="fit and calibrate them in select form")
@@ -111,7 +113,7 @@ def applied(program: Program) -> Applied:
     places = [d["at"] for d in details]
     *before, depth = blocks_before(stack, places)
     logits = [taps[f"{prefix}.{k}.logits"].name for k in places]
-    tagged = {tag: n.name for n in graph.nodes if (tag := n.meta.get("custom", {}).get("hcx", {}).get("scored"))}
+    tagged = {tag: n.name for n in graph.nodes if (tag := hcx_tag(n).get("scored"))}
     twice = details[0]["score"] in READ_TWICE
     return Applied(
         program,
@@ -157,7 +159,7 @@ def _plain_stream(by_name: dict[str, fx.Node], boundary: Boundary) -> str:
     node = by_name[boundary.node.name]
     if boundary.carrier.kind == "plain":
         return node.name
-    return next(u.name for u in node.users if u.meta.get("custom", {}).get("hcx", {}).get("role") == "reduce")
+    return next(u.name for u in node.users if hcx_tag(u).word == REDUCE.word)
 
 
 def with_values(program: Program, values: dict[str, torch.Tensor]) -> Program:
@@ -165,7 +167,7 @@ def with_values(program: Program, values: dict[str, torch.Tensor]) -> Program:
     new = fork(program)
     for name, tensor in values.items():
         path, _, leaf = name.rpartition(".")
-        owner = new._root
+        owner = new.tree
         for part in path.split("."):
             owner = owner._modules[part]
         old = program.tensor(name)

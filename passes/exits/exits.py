@@ -18,7 +18,7 @@ from hcx.rewrite.pipeline.contracts import Contract, Exact, Structural
 from hcx.rewrite.pipeline.passbase import Pass, tap_prefix
 from hcx.rewrite.pipeline.plan import PassPlan, Reason, Site, Skip
 from hcx.rewrite.sites.finder import find
-from hcx.rewrite.sites.views import Boundary, Stack
+from hcx.rewrite.sites.views import Stack
 from torch import fx
 
 from .insert import places
@@ -26,13 +26,10 @@ from .insert.heads import HEADS
 from .insert.heads_copied import OWN_CACHE, last_part, norm_parameters, restrictable
 from .insert.inserted import NEVER, Inserted, answer_of, readout, stream_misfit
 from .insert.padding import find_valid
+from .insert.roles import HEAD, SELECT
 from .insert.scores import CHEAP, FOR_SEQUENCES, FROM_LOGITS, SCORES
+from .insert.selection import depth_of, readers_of, select, selects_answer, stream_shape
 from .insert.sequences import RULES, averaged, is_surest, surest
-
-
-def select(fire: torch.Tensor, early: torch.Tensor, late: torch.Tensor) -> torch.Tensor:
-    """The early value where a position leaves, else the late one; ``fire`` has the leading dimensions of both."""
-    return torch.where(fire.reshape(fire.shape + (1,) * (late.dim() - fire.dim())), early, late)
 
 
 @dataclass(frozen=True)
@@ -162,7 +159,7 @@ class Exits(Pass):
                 )
                 continue
             if self.score in CHEAP and (
-                wrong := stream_misfit(_stream_shape(places.boundary(stack, k)), shape(_answer(program, stack)))
+                wrong := stream_misfit(stream_shape(places.boundary(stack, k)), shape(_answer(program, stack)))
             ):
                 plan.skips.append(Skip(f"{stack.label}@{k}", Reason.HEAD_SHAPE, wrong))
                 continue
@@ -269,30 +266,30 @@ class Exits(Pass):
         if self.form == "cond":
             from .insert import cond_form
 
-            readers = _readers(program, stack, logits, False)
+            readers = readers_of(program, stack, logits, False)
             cond_form.insert(program, stack, editor, exits, logits, readers, hold=self.kv == "propagate",
                              tap=lambda depth: self._add_taps(editor, exits, depth))  # fmt: skip
             return
-        if first.get("rule") == "max" or _selects_answer(stack, logits, first["head"]):
+        if first.get("rule") == "max" or selects_answer(stack, logits, first["head"]):
             answer = logits
             candidates = [e.logits for e in exits]
         else:
             answer = stack.boundaries[-1].read(editor)
             candidates = [e.view for e in exits]
-        readers = _readers(program, stack, answer, answer is not logits)
-        with editor.after(max([answer, *(e.fire for e in exits)]), role="select"):
+        readers = readers_of(program, stack, answer, answer is not logits)
+        with editor.after(max([answer, *(e.fire for e in exits)]), role=SELECT):
             chosen, depth = answer, None
             *before, full = places.blocks_before(stack, [e.at for e in exits])
             for entry, candidate, count in reversed(list(zip(exits, candidates, before, strict=True))):
                 chosen = editor.inline(select, entry.fire, candidate, chosen)
-                depth = editor.inline(_depth_of(count, full), entry.fire, *([depth] if depth is not None else []))
+                depth = editor.inline(depth_of(count, full), entry.fire, *([depth] if depth is not None else []))
         editor.redirect(answer, chosen, only=readers.__contains__)
         self._add_taps(editor, exits, depth)
 
     def _compare(self, editor: Editor, exits: list[Inserted], answer: fx.Node) -> None:
         """Let the surest of the exits win that may be left at; tap what it was up against."""
         prefix, detail = tap_prefix(self.name, editor.number), exits[-1].detail
-        with editor.after(max(answer, exits[-1].fire), role="head"):
+        with editor.after(max(answer, exits[-1].fire), role=HEAD):
             end = editor.inline(FROM_LOGITS[detail["score"]], answer)
             if detail.get("per") == "sequence":
                 end = editor.inline(averaged, end, *([exits[-1].valid] if exits[-1].valid is not None else []))
@@ -374,7 +371,7 @@ def _misfit(program: Program, stack: Stack, head: str) -> str | None:
 
 def _each_misfit(stack: Stack, place: places.Place, answer: tuple[str, ...]) -> str | None:
     """Why a classifier at each position of the stream does not answer at each one of the model's answer, or None."""
-    stream = _stream_shape(places.boundary(stack, place))
+    stream = stream_shape(places.boundary(stack, place))
     if len(answer) == 2 or (len(stream) == 3 and stream[:-1] == answer[:-1]):
         return None
     return f"the stream is {list(stream)} here, the answer {list(answer)}: their positions differ".replace("'", "")
@@ -388,17 +385,8 @@ def _batches(program: Program) -> set[str]:
     }
 
 
-def _stream_shape(boundary: Boundary) -> tuple[str, ...]:
-    """Shape of the plain stream at a boundary; one that carries several streams has one more dimension in front."""
-    return shape(boundary.node)[int(boundary.carrier.kind != "plain") :]
 
 
-def _selects_answer(stack: Stack, answer: fx.Node, head: str) -> bool:
-    """Whether early and late meet at the answer, not on the stream: logits of a classifier or behind a norm of their
-    own have no way on through the model, and a stream in another order than its answer (time first, several rows a
-    token) has no row for each score."""
-    rows, scores = _stream_shape(stack.boundaries[-1]), shape(answer)[:-1]
-    return head in ("classifier", "norm", "own") or rows[: len(scores)] != scores
 
 
 def default_places(depth: int) -> tuple[int, ...]:
@@ -406,26 +394,8 @@ def default_places(depth: int) -> tuple[int, ...]:
     return tuple(sorted({k for k in (ceil(2 * depth / 3), ceil(5 * depth / 6)) if 0 < k < depth}))
 
 
-def _readers(program: Program, stack: Stack, answer: fx.Node, is_end: bool) -> set[fx.Node]:
-    """Who reads the selected value: everything that read the answer, except heads of exits, and except the output of
-    all hidden states."""
-    output = program.graph.output_node()
-    outputs = set(output.args[0])
-    readers = {u for u in answer.users if u.meta.get("custom", {}).get("hcx", {}).get("role") not in ("head", "select")}
-    listed = any(n in outputs for b in stack.boundaries[:-1] for n in (b.node, *b.node.users))
-    if is_end and listed:
-        readers.discard(output)
-    return readers
 
 
-def _depth_of(at: int, full: int):
-    """Blocks executed: ``at`` where this exit fires first, else what later exits say."""
-
-    def depth(fire: torch.Tensor, later: torch.Tensor | None = None) -> torch.Tensor:
-        rest = torch.full_like(fire, full, dtype=torch.int64) if later is None else later
-        return torch.where(fire, torch.full_like(rest, at), rest)
-
-    return depth
 
 
 def _text(node: fx.Node) -> str:

@@ -8,20 +8,23 @@ from typing import Any, ClassVar, Literal
 import torch
 from hcx.rewrite.edit.editor import Editor
 from hcx.rewrite.errors import UsageError
+from hcx.rewrite.ir.fork import fork
+from hcx.rewrite.ir.history import runs_of
 from hcx.rewrite.ir.program import Program
+from hcx.rewrite.ir.tags import has_role
 from hcx.rewrite.pipeline.contracts import Contract, Exact, Structural
 from hcx.rewrite.pipeline.passbase import Pass, tap_prefix
 from hcx.rewrite.pipeline.plan import PassPlan, Reason, Site, Skip
-from hcx.rewrite.pipeline.walk import fork
 from hcx.rewrite.sites.finder import find
 from hcx.rewrite.sites.views import Stack
 from torch import fx
 
 from .applied import NAME, Applied, applied, never_leaving, without_taps
-from .exits import _readers
 from .insert import cond_form
 from .insert.heads_copied import OWN_CACHE
 from .insert.inserted import NEVER, answer_of, is_selection
+from .insert.roles import SELECT
+from .insert.selection import readers_of
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,7 @@ class Skipping(Pass):
     def plan(self, program: Program) -> PassPlan:
         """One site an exit of the last ``exits``."""
         plan = self.new_plan(sites=[])
-        if not any(e["pass"] == NAME for e in program.history):
+        if not runs_of(program.history, NAME):
             plan.skips.append(Skip("model", Reason.NO_READOUT, "there are no exits; rewrite with `exits` first"))
             return plan
         exits = applied(program)
@@ -76,8 +79,7 @@ class Skipping(Pass):
             editor.redirect(node, node.args[2])
         editor.drop_taps(f"{prefix}.")
         for node in reversed(list(program.graph.nodes)):
-            tag = node.meta.get("custom", {}).get("hcx", {})
-            if (tag.get("pass"), tag.get("role")) == (NAME, "select") and not node.users:
+            if has_role(node, NAME, SELECT) and not node.users:
                 program.graph.erase_node(node)
         entries = [
             _Entry(k, named[logits], named[score], _fire(named[score], exits.tensor(k, "threshold")))
@@ -90,12 +92,12 @@ class Skipping(Pass):
                 editor.tap(f"{prefix}.{entry.at}.score", entry.score)
             editor.tap(f"{prefix}.depth", depth)
 
-        readers = _readers(program, stack, answer, False)
+        readers = readers_of(program, stack, answer, False)
         cond_form.insert(program, stack, editor, entries, answer, readers, hold=self.kv == "propagate", tap=tap)
 
     def preserves(self, program: Program, plan: PassPlan) -> Contract:
         """Exact, but for keys and values of blocks that are skipped."""
-        limits = [t for n, t in program.named_buffers() if n.startswith(f"hcx.{NAME}_") and n.endswith(".threshold")]
+        limits = [t for n, t in program.named_buffers() if program.origin.get(n) == NAME and n.endswith(".threshold")]
         silent = all(bool((t == NEVER).all()) for t in limits)
         return Exact() if self.kv is None or silent else Structural()
 
@@ -121,7 +123,7 @@ def _bare(program: Program, exits: Applied) -> tuple[Program, Stack]:
     """The Program in which nothing leaves and its heads are gone, under the same node names, and its stack."""
     bare = fork(program)
     prefix = tap_prefix(NAME, exits.number)
-    bare.__dict__["graph"] = without_taps(never_leaving(program), len(program.output_names), f"{prefix}.")
+    bare.graph = without_taps(never_leaving(program), len(program.output_names), f"{prefix}.")
     stack = find(bare).stack(exits.details[0]["stack"])
     if stack is None:
         raise UsageError("the stack of the exits is not found any more", where=str(exits.details[0]["stack"]))

@@ -15,6 +15,7 @@ from hcx.rewrite.edit.editor import Editor
 from hcx.rewrite.errors import UsageError
 from hcx.rewrite.ir.dataflow import Dataflow, op_name, resolve, value
 from hcx.rewrite.ir.program import Program
+from hcx.rewrite.ir.tags import REDUCE
 from hcx.rewrite.pipeline.contracts import Contract, Exact, Rounding
 from hcx.rewrite.pipeline.passbase import Pass
 from hcx.rewrite.pipeline.plan import PassPlan, Reason, Site, Skip
@@ -25,6 +26,7 @@ from torch import fx
 from .inits import expand_start, is_power_of_two, reduce_start, site_start
 from .mixers import MIXERS, Coefficients
 from .mixers import Site as SiteOf
+from .roles import CARRY, COEFFICIENTS, EXPAND, READ, WRITE
 from .spine import REGROUPINGS, Link, is_post_norm, links, obstacle, restrided, tail
 
 OPS = torch.ops.hcx
@@ -253,7 +255,7 @@ class _Spine:
             for node in [*link.path, link.residual.add, *link.residual.adds]:
                 plain_readers[node] = set(node.users)
         weights = self._parameter("expand", expand_start(self.init, self.step.mult))
-        with self.editor.after(max(entry, weights), role="expand"):
+        with self.editor.after(max(entry, weights), role=EXPAND):
             self.streams[entry] = self.editor.call(OPS.stream_expand.default, entry, weights)
         for number, link in enumerate(self.links):
             self._site(number, link)
@@ -279,13 +281,13 @@ class _Spine:
         self.own.update(n for n in [*link.path, *link.scale, *residual.adds])
         streams = self._carry(self.streams[link.start], link.start, link.path)
         coefficients = self._coefficients(number, streams)
-        with self.editor.after(max(streams, coefficients.read), role="read", site=number):
+        with self.editor.after(max(streams, coefficients.read), role=READ, site=number):
             view = self.editor.call(OPS.stream_read.default, streams, coefficients.read)
         bodies = {n for branch in residual.branches for n in branch.body} - {link.skip}
         self.editor.redirect(link.skip, view, only=bodies.__contains__)
         last = max(branch.value if isinstance(branch.value, fx.Node) else view for branch in residual.branches)
         with self.editor.after(
-            max(last, coefficients.write, *([coefficients.mix] if coefficients.mix else [])), role="write", site=number
+            max(last, coefficients.write, *([coefficients.mix] if coefficients.mix else [])), role=WRITE, site=number
         ):
             update = self._update(residual)
             if coefficients.late is not None:
@@ -306,7 +308,7 @@ class _Spine:
         n = self.step.mult
         if number not in self.details:  # taken out of the plan: a plain residual on every stream
             return Coefficients(self._constant(reduce_start(self.init, n)), self._constant(torch.ones(n)))
-        with self.editor.after(streams, role="coefficients", site=number):
+        with self.editor.after(streams, role=COEFFICIENTS, site=number):
             site = f"{self.prefix}.{number}"
             return MIXERS[self.step.mixer].insert(
                 SiteOf(self.editor, site, streams, site_start(self.init, n, number), self.dtype, self.step)
@@ -320,8 +322,8 @@ class _Spine:
         if not path:
             return streams
         mapping = {start: streams}
-        with self.editor.after(streams, role="carry"):
-            self.editor.clone(path, mapping, role="carry")
+        with self.editor.after(streams, role=CARRY):
+            self.editor.clone(path, mapping, role=CARRY)
         for node in path:
             if op_name(node) in REGROUPINGS:  # of each stream alone
                 mapping[node].args = (mapping[node].args[0], [self.step.mult, *mapping[node].args[1]])
@@ -352,6 +354,6 @@ class _Spine:
             readers = {u for u in plain_readers.get(plain, ()) if u not in self.own} & set(plain.users)
             if plain is entry or not readers:
                 continue
-            with self.editor.after(max(streams, weights), role="reduce"):
+            with self.editor.after(max(streams, weights), role=REDUCE):
                 reduced = self.editor.call(OPS.stream_read.default, streams, weights)
             self.editor.redirect(plain, reduced, only=readers.__contains__)

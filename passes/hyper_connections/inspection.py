@@ -140,7 +140,7 @@ class _Measure(fx.Interpreter):
     """Runs the graph and keeps figures, never the streams: values are freed behind their last reader."""
 
     def __init__(self, program: Program, wanted: dict[str, tuple[SiteFigures, str]]):
-        super().__init__(program._root, graph=copy_graph(program.graph))
+        super().__init__(program.tree, graph=copy_graph(program.graph))
         self.wanted, self.mixes = wanted, {}
 
     def run_node(self, n: fx.Node) -> Any:

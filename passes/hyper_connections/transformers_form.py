@@ -201,7 +201,7 @@ def _check(program: Program, model_type: str) -> None:
 def _options(program: Program) -> dict[str, Any]:
     from hcx.rewrite.pipeline.registry import passes
 
-    steps = [p for e in program.history for p in passes(e["pipeline"]) if p.name == "hc"]
+    steps = [p for e in program.history for p in passes(e.pipeline) if p.name == "hc"]
     if len(steps) != 1:
         raise UsageError(
             f"{len(steps)} rewrites to hyper-connections, not one", where="hc", hint="rewrite with hc once"

@@ -11,6 +11,7 @@ from hcx.rewrite.edit.editor import Editor
 from hcx.rewrite.errors import UsageError
 from hcx.rewrite.ir.dataflow import shape, value
 from hcx.rewrite.ir.program import Program
+from hcx.rewrite.ir.tags import MIX
 from hcx.rewrite.pipeline.contracts import Contract, Exact, Structural
 from hcx.rewrite.pipeline.passbase import Pass
 from hcx.rewrite.pipeline.plan import PassPlan, Reason, Site, Skip
@@ -280,7 +281,7 @@ class Looped(Pass):
         states, before = [exit_], {}
         heard = restart.listeners(stack, detail["start"], detail["end"]) if detail["mix"] == "restart" else []
         for step in range(2, detail["steps"] + 1):
-            with editor.after(last, role="mix", iteration=step, loop=key):
+            with editor.after(last, role=MIX, iteration=step, loop=key):
                 if step == 2 and ways.start:
                     state = editor.inline(ways.start, entry, exit_, *tensors)
                 read = editor.inline(ways.mix, entry, state, *tensors) if ways.mix else state

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 
 import torch
 from hcx.rewrite.ir.program import Program
-from hcx.rewrite.sites.residuals import hcx_tag
+from hcx.rewrite.ir.signature import Fill
+from hcx.rewrite.ir.tags import MIX, hcx_tag, set_tag
 from torch import fx
+
+from .roles import HEAD
 
 
 @dataclass(frozen=True)
@@ -53,22 +56,20 @@ class Mark:
         """Nodes of the later passes with the number of their pass; mixes are not among them."""
         tagged = [(n, hcx_tag(n)) for n in program.graph.nodes]
         return [
-            (n, t["iteration"]) for n, t in tagged if t.get("loop") == self.key and t.get("role") not in ("mix", "head")
+            (n, t["iteration"]) for n, t in tagged if t.get("loop") == self.key and t.word not in (MIX.word, HEAD.word)
         ]
 
     def forget(self) -> None:
         """Take the mark off: the window is no loop any more."""
-        custom = dict(self.final.meta["custom"])  # forks share what lies in a node's metadata
-        custom["hcx"] = {k: v for k, v in custom["hcx"].items() if k != "closes"}
-        self.final.meta["custom"] = custom
+        tag = hcx_tag(self.final)
+        set_tag(self.final, {k: v for k, v in tag.items() if k != "closes"}, tag.part)
 
 
 def close(final: fx.Node, first: fx.Node, key: str, address: str, detail: dict) -> None:
     """Mark the end of a loop."""
     closes = {"loop": key, "address": address, "mix": detail["mix"], "steps": detail["steps"], "first": first.name}
-    custom = dict(final.meta.get("custom", {}))
-    custom["hcx"] = {**custom.get("hcx", {}), "closes": closes}
-    final.meta["custom"] = custom
+    tag = hcx_tag(final)
+    set_tag(final, {**tag, "closes": closes}, tag.part)
 
 
 def windows(program: Program) -> list[Mark]:
@@ -102,7 +103,7 @@ def read_inside(program: Program, mark: Mark) -> list[fx.Node]:
     inside = set(members(program, mark))
     placeholders = [n for n in program.graph.nodes if n.op == "placeholder"]
     specs = zip(placeholders, program.inputs, strict=True)
-    slots = {spec.name.split(".")[1] for n, spec in specs if n in inside and spec.fill == "empty"}
+    slots = {spec.name.split(".")[1] for n, spec in specs if n in inside and spec.fill == Fill.EMPTY}
     output, names = program.graph.output_node(), [*program.output_names, *program.taps]
     pending = [
         n

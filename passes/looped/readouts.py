@@ -10,12 +10,13 @@ import torch
 import torch.nn.functional as F
 from hcx.rewrite.edit.editor import Editor
 from hcx.rewrite.ir.dataflow import Dataflow, value
+from hcx.rewrite.ir.graphs import sort_graph
 from hcx.rewrite.ir.program import Program
 from hcx.rewrite.pipeline.passbase import tap_prefix
-from hcx.rewrite.pipeline.walk import sort_graph
 from hcx.rewrite.sites.views import Stack
 from torch import fx
 
+from .roles import HEAD
 from .window import after_norm
 
 
@@ -54,18 +55,18 @@ def add_readouts(
     prefix = f"{tap_prefix(editor.pass_name, editor.number)}.{label}"
     gates = []
     for step, state in enumerate(states, 1):
-        with editor.after(max([answer, *states, *gates]), role="head", iteration=step):
+        with editor.after(max([answer, *states, *gates]), role=HEAD, iteration=step):
             if detail["readout"] == "steps":
                 logits = (
-                    answer if state is last else editor.clone(rest, {last: state}, role="head", iteration=step)[answer]
+                    answer if state is last else editor.clone(rest, {last: state}, role=HEAD, iteration=step)[answer]
                 )
                 editor.tap(f"{prefix}{step}.logits", logits)
                 editor.tap(f"{prefix}{step}.state", state)
             if detail["gate"] == "ouro":
-                normed = editor.clone(norm, {end: state}, role="head", iteration=step)[norm[-1]] if norm else state
+                normed = editor.clone(norm, {end: state}, role=HEAD, iteration=step)[norm[-1]] if norm else state
                 gates.append(editor.inline(exit_gate, normed, *_gate(editor, label, value(state))))
     if gates:
-        with editor.after(max(gates), role="head"):
+        with editor.after(max(gates), role=HEAD):
             editor.tap(f"{prefix}gate", editor.inline(stacked, *gates))
 
 

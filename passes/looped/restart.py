@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from hcx.rewrite.edit.editor import Editor
 from hcx.rewrite.ir.dataflow import is_identity, resolve
+from hcx.rewrite.ir.tags import MIX
 from hcx.rewrite.sites.views import Block, Branch, Residual, Stack
 from torch import fx
 
@@ -134,7 +135,7 @@ def insert(
         name = f"{label}block{one.block.index}.{one.branch.address.rsplit('/', 1)[1]}"
         tensors = start(int(own.meta["val"].shape[-1]), number).items()
         nodes = [editor.parameter(f"{name}.{n}", t.to(**like)) for n, t in tensors]
-        with editor.before(min(mapping[n] for n, _ in one.reads), role="mix", **tag):
+        with editor.before(min(mapping[n] for n, _ in one.reads), role=MIX, **tag):
             new = editor.inline(received, own, *nodes, *states)
         for node, operand in one.reads:
             mapping[node].replace_input_with(mapping.get(operand, operand), new)

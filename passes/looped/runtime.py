@@ -13,10 +13,12 @@ import torch
 from hcx.rewrite.edit.editor import Editor
 from hcx.rewrite.edit.regions import Region
 from hcx.rewrite.ir.program import Program
+from hcx.rewrite.ir.tags import MIX
 from hcx.rewrite.sites.spans import Span
 from torch import fx
 
 from .mixing import update_output
+from .roles import STEPS
 
 INPUT = "steps"
 CACHE = (
@@ -48,10 +50,10 @@ def insert(
     """
     count = editor.input(INPUT, steps)
     last = max([loop.exit, *loop.nodes, scalar])
-    with editor.after(last, role="steps"):
+    with editor.after(last, role=STEPS):
         trips = editor.inline(further, count)
     known = set(program.graph.nodes)
-    with editor.after(trips, role="mix"):
+    with editor.after(trips, role=MIX):
         read = editor.inline(mix, loop.entry, loop.exit, scalar) if mix else loop.exit
         mapping = editor.clone(loop.nodes, {loop.entry: read})
         state = mapping[loop.exit]

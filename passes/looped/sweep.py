@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from hcx.rewrite.driver import rewrite
 from hcx.rewrite.errors import UsageError
+from hcx.rewrite.ir.fingerprint import fingerprint
 from hcx.rewrite.ir.program import Program
-from hcx.rewrite.pipeline.walk import fingerprint
 from hcx.rewrite.sites.finder import find
 
 from .window import candidate_windows, measured_jumps
@@ -83,7 +84,7 @@ def sweep(
                 progress(f"window [{start},{end}) at scalar {scalar:g} ({len(rows) + 1} of {total})")
                 made = replace(step, start=start, end=end, scalar=scalar)
                 if looped is None or step.mix == "input_linear":
-                    looped = program.rewrite(made, check=False)
+                    looped = rewrite(program, made, check=False)
                 _set_scalar(looped, scalar)
                 loss = text_loss(looped, ids)
                 _note(notes, {**key, "start": start, "end": end, "scalar": scalar, "loss": loss})

@@ -10,11 +10,11 @@ from hcx.rewrite.edit.editor import Editor
 from hcx.rewrite.errors import UsageError
 from hcx.rewrite.ir.dataflow import Dataflow
 from hcx.rewrite.ir.program import Program
+from hcx.rewrite.ir.tags import hcx_tag
 from hcx.rewrite.pipeline.contracts import Contract, Exact
 from hcx.rewrite.pipeline.passbase import Pass
 from hcx.rewrite.pipeline.plan import PassPlan, Reason, Site, Skip
 from hcx.rewrite.sites.finder import cache_nodes
-from hcx.rewrite.sites.residuals import hcx_tag
 from torch import fx
 
 from .forms import is_neutral
@@ -63,8 +63,8 @@ class Unloop(Pass):
             else:
                 plan.skips.append(Skip(mark.address, Reason.NOT_SELECTED, "its mix is not neutral, and separate=false"))
         for entry in program.history:
-            options = entry["plan"]["steps"][0]["options"]
-            if entry["pass"] == "looped" and options.get("runtime"):
+            options = entry.step["options"]
+            if entry.name == "looped" and options.get("runtime"):
                 reason = "its steps are an input of the call (runtime=true): rewrite without that option"
                 plan.skips.append(Skip("looped", Reason.UNSUPPORTED, reason))
         if not plan.sites and not plan.skips:

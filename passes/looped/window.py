@@ -7,6 +7,7 @@ from math import ceil
 
 from hcx.rewrite.ir.dataflow import Dataflow, shape, value
 from hcx.rewrite.ir.program import Program
+from hcx.rewrite.run.inputs import check_inputs
 from hcx.rewrite.run.reading import sink_jumps, stream_rms
 from hcx.rewrite.sites.views import Stack
 from torch import fx
@@ -111,7 +112,7 @@ def measured_jumps(program, stack: Stack) -> list[Jump]:
         p.is_meta for p in program.parameters()
     ):
         return []
-    rms = stream_rms(program, nodes, program.check_inputs(1)[0])
+    rms = stream_rms(program, nodes, check_inputs(program, 1)[0])
     found = []
     for place in sink_jumps(rms):
         position = int((rms[place + 1] / rms[place].clamp_min(1e-12)).argmax())

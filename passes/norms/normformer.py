@@ -20,6 +20,7 @@ from hcx.rewrite.sites.views import Branch, Residual
 from torch import fx
 
 from .equations import gated_layer_norm, precise
+from .roles import CARRY, HEAD_SCALE, NORM
 
 ATTENTION = ("attn", "cross-attn")
 PRODUCTS = {"linear": 0, "addmm": 1, "matmul": 0, "mm": 0}
@@ -94,7 +95,7 @@ class NormFormer(Pass):
             if "heads" in detail:
                 val = value(heads)
                 scale = torch.ones(detail["heads"], 1, 1, dtype=val.dtype, device=val.device)
-                with editor.after(heads, role="head_scale", site=branch.address):
+                with editor.after(heads, role=HEAD_SCALE, site=branch.address):
                     scaled = editor.inline(torch.mul, heads, editor.parameter(f"{branch.address}.heads", scale))
                 editor.redirect(heads, scaled)
             if "width" in detail:
@@ -113,7 +114,7 @@ class NormFormer(Pass):
         gate = editor.parameter(f"{name}.gate", torch.full((width,), self.gate, **made))
         gain = editor.parameter(f"{name}.weight", torch.ones(width, **made))
         shift = editor.parameter(f"{name}.bias", torch.zeros(width, **made))
-        with editor.after(node, role="norm"):
+        with editor.after(node, role=NORM):
             return editor.inline(gated_layer_norm, node, gate, gain, shift)
 
     @staticmethod
@@ -121,7 +122,7 @@ class NormFormer(Pass):
         add, skip = _joint(residual)
         val = value(skip)
         scale = editor.parameter(f"{address}.residual", torch.ones(width, dtype=val.dtype, device=val.device))
-        with editor.before(add, role="carry"):
+        with editor.before(add, role=CARRY):
             scaled = editor.inline(torch.mul, skip, scale)
         editor.redirect(skip, scaled, only=lambda user: user is add)
 

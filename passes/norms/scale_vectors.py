@@ -19,6 +19,8 @@ from hcx.rewrite.sites.weight_targets import select
 from hcx.rewrite.sites.weights import WeightUse, find_weights
 from torch import fx
 
+from .roles import SCALE
+
 MATRICES = ("linear", "addmm", "matmul")
 NORMS = ("layer_norm", "native_layer_norm", "rms_norm")
 ROUNDING_PER_SITE = 32
@@ -93,11 +95,11 @@ class ScaleVectors(Pass):
             scale = editor.parameter(f"{use.name.removesuffix('.weight')}.scale", ones)
             if self.form == "dual":
                 readers = set(use.node.users)
-                with editor.after(use.node, role="scale", site=use.address):
+                with editor.after(use.node, role=SCALE, site=use.address):
                     scaled = editor.inline(torch.mul, use.node, scale)
                 editor.redirect(use.node, scaled, only=readers.__contains__)
             else:
-                with editor.before(use.node, role="scale", site=use.address):
+                with editor.before(use.node, role=SCALE, site=use.address):
                     scaled = editor.inline(torch.mul, use.input, scale)
                 editor.redirect(use.input, scaled, only=lambda user, use=use: user is use.node)
 
@@ -108,7 +110,7 @@ class ScaleVectors(Pass):
         size = editor.parameter(f"{node.target}.size", wide.double().norm().reshape(1).to(wide.dtype))
         direction = editor.parameter(f"{node.target}.direction", wide.clone())
         readers = set(node.users)
-        with editor.after(max(node, size, direction), role="scale"):
+        with editor.after(max(node, size, direction), role=SCALE):
             made = editor.inline(_gain_as[gain.dtype], size, direction)
         editor.redirect(node, made, only=readers.__contains__)
 

@@ -16,15 +16,16 @@ import torch
 from hcx.rewrite.edit.editor import Editor
 from hcx.rewrite.ir.dataflow import Dataflow, op_name, resolve, settle, shape, value
 from hcx.rewrite.ir.program import Program
+from hcx.rewrite.ir.tags import MIX, hcx_tag
 from hcx.rewrite.pipeline.contracts import Contract, Exact
 from hcx.rewrite.pipeline.passbase import Pass
 from hcx.rewrite.pipeline.plan import PassPlan, Reason, Site, Skip
 from hcx.rewrite.sites.finder import find
-from hcx.rewrite.sites.residuals import hcx_tag
 from hcx.rewrite.sites.views import Residual, Stack
 from torch import fx
 
 from .equations import advanced, joined, precise, rms_normed
+from .roles import JOIN, NORM
 
 NORMS = {"layer_norm", "native_layer_norm", "rms_norm", "rsqrt"}
 
@@ -90,7 +91,7 @@ class Siamese(Pass):
                     name = f"{order}.{number}.gate" + (f"_{place}" if place else "")
                     editor.redirect(norm, _join(editor, name, norm, x), only=bodies.__contains__)
                 updates = [b.value for b in residual.branches]
-                with editor.after(max(x, *updates), role="mix"):
+                with editor.after(max(x, *updates), role=MIX):
                     x = editor.inline(advanced(math.sqrt(2 * (depth[number] + 1))), x, *updates)
             if final is not None:
                 norm, readers = final
@@ -162,12 +163,12 @@ def _gain(editor: Editor, name: str, x: fx.Node) -> fx.Node:
     """``PN(x)``."""
     val = value(x)
     gain = editor.parameter(name, torch.ones(int(val.shape[-1]), dtype=precise(val), device=val.device))
-    with editor.after(max(x, gain), role="norm"):
+    with editor.after(max(x, gain), role=NORM):
         return editor.inline(rms_normed, x, gain)
 
 
 def _join(editor: Editor, name: str, norm: fx.Node, x: fx.Node) -> fx.Node:
     val = value(norm)
     gate = editor.parameter(name, torch.zeros(int(val.shape[-1]), dtype=precise(val), device=val.device))
-    with editor.after(max(norm, x, gate), role="join"):
+    with editor.after(max(norm, x, gate), role=JOIN):
         return editor.inline(joined, norm, x, gate)

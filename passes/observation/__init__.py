@@ -3,6 +3,7 @@
 from .monitors import NeuronMonitor
 from .observe import Observe
 from .path_deviation import PathDeviation
-from .separation import Separation, Unit, separation
+from .separation import Separation, separation
+from .taps import Unit
 
 __all__ = ["NeuronMonitor", "Observe", "PathDeviation", "Separation", "Unit", "separation"]

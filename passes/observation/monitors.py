@@ -12,8 +12,7 @@ from hcx.rewrite.ir.program import Program
 from .arguments import token_ids, whole
 from .forcing import fit_vocabulary, only, without
 from .rows import Rows, carried
-from .separation import Unit
-from .taps import columns, widths
+from .taps import Unit, columns, widths
 
 
 class NeuronMonitor:

@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from hcx.rewrite.edit.editor import Editor
 from hcx.rewrite.errors import UsageError
+from hcx.rewrite.ir.aliases import Aliases, mutated
 from hcx.rewrite.ir.dataflow import shape, value
-from hcx.rewrite.ir.mutation import Aliases, mutated
 from hcx.rewrite.ir.program import Program
 from hcx.rewrite.pipeline.contracts import Contract, Exact
 from hcx.rewrite.pipeline.passbase import Pass, tap_prefix
@@ -20,6 +20,7 @@ from hcx.rewrite.sites.views import Boundary, Stack
 from hcx.rewrite.sites.weight_targets import fits
 from torch import fx
 
+from .roles import OBSERVE
 from .values import SIDES, Values, spellings
 
 
@@ -225,7 +226,7 @@ def _chosen(editor: Editor, node: fx.Node, detail: dict[str, Any], in_place: boo
     if units is not None:
         index = torch.tensor(units, dtype=torch.int64, device=value(node).device)
         operands.append(editor.constant("units", index))
-    with editor.after(max([first, *operands]), role="observe"):
+    with editor.after(max([first, *operands]), role=OBSERVE):
         return editor.inline(_part(detail["last"], len(operands) > 1), *operands)
 
 

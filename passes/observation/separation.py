@@ -20,33 +20,13 @@ from hcx.rewrite.errors import UsageError
 from hcx.rewrite.ir.program import Program
 
 from .arguments import token_ids, whole
-from .taps import observed, widths
+from .taps import Unit, observed, widths
 from .values import exactly
 
 Batches = Sequence[list[torch.Tensor]]
 """Flat inputs, one list a call."""
 
 
-@dataclass(frozen=True)
-class Unit:
-    """One number of an observed value that separates.
-
-    Attributes:
-        site: address of the value, such as ``model.layers.3.mlp.down_proj.input``.
-        unit: number on its last axis.
-        threshold: the event is expected at or beyond it; ``above`` or, where False, below.
-        fit, held_out: on positions it was chosen on and on others: ``auroc`` of expecting the event in its direction,
-            ``hits`` and ``false_alarms``, the shares of positions with and without the event beyond the threshold.
-        difference: d on the positions it was chosen on.
-    """
-
-    site: str
-    unit: int
-    threshold: float
-    above: bool
-    difference: float = 0.0
-    fit: dict[str, float] = field(default_factory=dict)
-    held_out: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any
 
 from hcx.rewrite.errors import UsageError
 from hcx.rewrite.ir.dataflow import shape
+from hcx.rewrite.ir.history import runs_of
 from hcx.rewrite.ir.program import Program
 from hcx.rewrite.ir.values import fake_mode_of
 from hcx.rewrite.pipeline.passbase import tap_prefix
 
 from .arguments import whole
-
-if TYPE_CHECKING:
-    from .separation import Unit
 
 NAME = "observe"
 
@@ -22,9 +21,9 @@ NAME = "observe"
 def observed(program: Program) -> dict[str, dict[str, Any]]:
     """Tap name -> ``{"site": address, **details of the plan}``, of every ``observe`` in the history."""
     found = {}
-    for number, entry in enumerate(e for e in program.history if e["pass"] == NAME):
+    for number, entry in enumerate(runs_of(program.history, NAME)):
         prefix = tap_prefix(NAME, number)
-        for site in entry["plan"]["steps"][0]["sites"]:
+        for site in entry.sites:
             found[f"{prefix}.{site['address']}"] = {"site": site["address"], **site["detail"]}
     return {tap: about for tap, about in found.items() if tap in program.taps}
 
@@ -85,3 +84,25 @@ def _held(tap: str, taps: dict[str, dict[str, Any]], readable: dict[str, int]) -
     if taps[tap]["units"] is not None:
         return f"(units {', '.join(map(str, taps[tap]['units'][:8]))}{', ...' if taps[tap]['units'][8:] else ''})"
     return f"(units 0 to {readable[tap] - 1})" if tap in readable else "(not by position)"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One number of an observed value that separates.
+
+    Attributes:
+        site: address of the value, such as ``model.layers.3.mlp.down_proj.input``.
+        unit: number on its last axis.
+        threshold: the event is expected at or beyond it; ``above`` or, where False, below.
+        fit, held_out: on positions it was chosen on and on others: ``auroc`` of expecting the event in its direction,
+            ``hits`` and ``false_alarms``, the shares of positions with and without the event beyond the threshold.
+        difference: d on the positions it was chosen on.
+    """
+
+    site: str
+    unit: int
+    threshold: float
+    above: bool
+    difference: float = 0.0
+    fit: dict[str, float] = field(default_factory=dict)
+    held_out: dict[str, float] = field(default_factory=dict)

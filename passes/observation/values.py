@@ -11,21 +11,18 @@ from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
 
-from hcx.rewrite.ir.dataflow import Dataflow, shape, value
+from hcx.rewrite.ir.dataflow import Dataflow, op_name, shape, value
 from hcx.rewrite.ir.program import Program
+from hcx.rewrite.ir.tags import Part, hcx_tag
 from hcx.rewrite.sites.finder import find
-from hcx.rewrite.sites.residuals import hcx_tag
 from hcx.rewrite.sites.views import Boundary, Branch, Residual, Stack
 from torch import fx
+
+from .roles import OBSERVE
 
 SIDES = ("input", "output")
 _NO_MODULE = "_empty_nn_module_stack"
 """What torch.export calls the place of a node that no module's forward has made."""
-_BESIDE = {
-    "head", "select", "reduce", "mix", "carry", "write", "read", "expand", "steps", "count", "join", "hold",
-    "propagate", "coefficients", "observe", "cond", "while_loop",
-}  # fmt: skip
-"""Roles of inserted nodes that carry, mix or read the stream; all others are part of the module they stand in."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +68,7 @@ class Values:
         skip, term = value(residual.skip), value(branch.value)
         if skip.dim() == term.dim():
             return residual.skip
-        reads = [n for n in branch.body if hcx_tag(n).get("role") == "read" and value(n) is not None]
+        reads = [n for n in branch.body if op_name(n) == "stream_read" and value(n) is not None]
         reads = [n for n in reads if value(n).dim() == term.dim()]
         return reads[0] if len(reads) == 1 else "the stream is carried as several, and the branch reads no single one"
 
@@ -101,7 +98,7 @@ class Values:
 
     def _passes(self) -> dict[fx.Node, int]:
         """The pass of a loop that each node runs in; what later passes put into a block has no mark of its own."""
-        found = {n: hcx_tag(n).get("iteration", 1) for n in self.program.graph.nodes}
+        found = {n: hcx_tag(n).iteration for n in self.program.graph.nodes}
         for stack in self.sites.stacks:
             for block in stack.blocks:
                 found |= dict.fromkeys((n for n in block.body if "iteration" not in hcx_tag(n)), block.iteration)
@@ -154,12 +151,12 @@ class Values:
 
 def _belongs(node: fx.Node) -> bool:
     tag = hcx_tag(node)
-    return "pass" not in tag or tag.get("role") not in _BESIDE
+    return tag.part in (None, Part.INSIDE)
 
 
 def _read(user: fx.Node) -> bool:
     """Whether a use counts: not where only observers read."""
-    return hcx_tag(user).get("role") != "observe"
+    return hcx_tag(user).word != OBSERVE.word
 
 
 def _single(nodes: list[fx.Node], verb: str, module: Module) -> fx.Node | str:

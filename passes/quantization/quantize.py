@@ -11,7 +11,9 @@ import torch
 from hcx.rewrite.edit.editor import Editor
 from hcx.rewrite.errors import UsageError
 from hcx.rewrite.ir.dataflow import value
+from hcx.rewrite.ir.history import runs_of
 from hcx.rewrite.ir.program import Program
+from hcx.rewrite.ir.tags import Part, Role, hcx_tag
 from hcx.rewrite.ir.values import fake_mode_of
 from hcx.rewrite.pipeline.contracts import Contract, Exact, Metric, Structural
 from hcx.rewrite.pipeline.passbase import Pass
@@ -26,6 +28,10 @@ from .rounding import Layout, dequantise, dequantise_rows, quantise
 USUAL = ("linear", "addmm", "matmul", "einsum", "conv", "experts")
 _SPREADS = "each would take its whole group with it"
 WIDTHS = (2, 3, 4, 5, 6, 7, 8, 16)
+
+
+WEIGHT = Role("weight", Part.INSIDE)
+"""Unpacks a weight."""
 
 
 @dataclass(frozen=True)
@@ -143,11 +149,11 @@ def dequantised(program: Program) -> dict[str, torch.Tensor]:
     dtypes = {
         (tag.get("pass"), tag.get("site")): value(node).dtype
         for node in program.graph.nodes
-        if (tag := node.meta.get("custom", {}).get("hcx", {})) and value(node) is not None
+        if (tag := hcx_tag(node)) and value(node) is not None
     }
     found: dict[str, torch.Tensor] = {}
-    for number, entry in enumerate(e for e in program.history if e["pass"] == Quantize.name):
-        for site in (s for s in entry["plan"]["steps"][0]["sites"] if s["detail"]["bits"] < 16):
+    for number, entry in enumerate(runs_of(program.history, Quantize.name)):
+        for site in (s for s in entry.sites if s["detail"]["bits"] < 16):
             stem = f"hcx.{Quantize.name}_{number}.{_stem(site['address'])}"
             layout, dtype = _layout_of(site["detail"]), dtypes[Quantize.name, site["address"]]
             parts = [program.tensor(f"{stem}.{p}") for p in _PARTS[: 2 if layout.symmetric else 3]]
@@ -215,14 +221,14 @@ def _replace(program: Program, editor: Editor, name: str, uses: list[WeightUse],
     parts = [editor.buffer(f"{_stem(name)}.{k}", t) for k, t in quantise(weight, layout).items()]
     for use in uses:
         if use.kind == "embedding" and use.reader is use.node and layout.columns == (1,):
-            with editor.before(use.node, role="weight", site=name):
+            with editor.before(use.node, role=WEIGHT, site=name):
                 rows = editor.inline(_rows(layout, weight.dtype), use.input, *parts, *constants)
             editor.redirect(use.node, rows)
             program.graph.erase_node(use.node)
     sources = [n for n in program.graph.nodes if n.op == "get_attr" and n.target in names]
     readers = [u for s in sources for u in s.users]
     if readers:
-        with editor.before(min(readers), role="weight", site=name):
+        with editor.before(min(readers), role=WEIGHT, site=name):
             whole = editor.inline(_weight(layout, weight.dtype), *parts, *constants)
         for source in sources:
             editor.redirect(source, whole)

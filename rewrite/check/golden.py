@@ -8,11 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from hcx.rewrite.errors import ArtefactError
+from hcx.rewrite.ir import oracle
 from hcx.rewrite.pipeline.contracts import Exact, Rounding, combined, compare, from_json, merge
+from hcx.rewrite.run.inputs import check_inputs
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from .invariants import Check, is_meta, outputs, reference_is_current
+from .eager import reference_is_current
+from .measuring import is_meta, outputs
+from .report import Check
 
 if TYPE_CHECKING:
     from hcx.rewrite.ir.program import Program
@@ -37,13 +41,12 @@ class Golden:
         """Run the Program, and the source model where it is in memory."""
         if is_meta(program):
             return Golden([program.signature.complete(program.examples[0])], [], [])
-        inputs = [program.signature.complete(f) for f in program.check_inputs(sets)]
+        inputs = [program.signature.complete(f) for f in check_inputs(program, sets)]
         got = [{n: t for n, t in o.items() if not n.startswith("present.")} for o in outputs(program, inputs)]
         eager: list[dict[str, torch.Tensor]] = []
         if program.reference is not None and reference_is_current(program):
-            count = len(program.reference.structure.names)
             for flat in inputs:
-                tensors = program.reference([t.clone() for t in flat[:count]])
+                tensors = oracle.run(program.reference, flat)
                 named = dict(zip(program.output_names, tensors, strict=False))
                 eager.append({n: t for n, t in named.items() if not n.startswith("present.")})
         return Golden(inputs, eager, got)
@@ -64,7 +67,7 @@ class Golden:
         """The promise of the whole history against the recorded eager outputs."""
         if not self.eager:
             return []
-        promised = [from_json(e["contract"]) for e in program.history]
+        promised = [from_json(e.contract) for e in program.history]
         weakest = combined(promised)
         if isinstance(weakest, Exact) and not program.trace_exact:
             weakest = Rounding(64)

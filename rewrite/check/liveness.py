@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from hcx.rewrite.ir.program import Program
 from hcx.rewrite.pipeline.passbase import Pass
 
-from .invariants import Check
+from .report import Check
 
 LEAST = 1e-4
 """Least gradient rms of a new tensor, relative to the largest among the new tensors."""

@@ -11,8 +11,9 @@ from hcx.rewrite.errors import ArtefactError
 from hcx.rewrite.ir import graph_text
 from hcx.rewrite.ir.dataflow import Dataflow, private
 from hcx.rewrite.ir.program import Program
+from hcx.rewrite.ir.tags import MIX, hcx_tag
 from hcx.rewrite.ir.values import fake_mode_of
-from hcx.rewrite.sites.residuals import hcx_tag
+from hcx.rewrite.sites.finder import find
 from hcx.rewrite.sites.views import Stack, Streams
 from torch import fx
 
@@ -167,7 +168,7 @@ class Layout:
     """
 
     def __init__(self, program: Program):
-        sites = program.sites()
+        sites = find(program)
         self.flow = Dataflow(program.graph)
         self.lines = node_lines(program)
         self.places: dict[str, Place] = {START: Place()}
@@ -198,7 +199,7 @@ class Layout:
         self.blocks.add(key)
         for node in [*private(block.body, block.entry), *block.body]:
             # what joins the passes of a loop is computed between two blocks, though the finder counts it to the first
-            home.setdefault(node, end if hcx_tag(node).get("role") == "mix" else key)
+            home.setdefault(node, end if hcx_tag(node).word == MIX.word else key)
         following = stack.blocks[position + 1].exit if position + 1 < len(stack.blocks) else None
         self._exits.append((block.exit, end, following))
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 import re
 from collections import Counter
 
-from hcx.rewrite.check.invariants import Check
+from hcx.rewrite.check.report import Check
 
-from .diff import Change, Diff
 from .graph import Line, Region, Status
+from .report import Change, Report
 
 MARKS: dict[Status, str] = {"added": "+", "removed": "-", "changed": "~", "unchanged": "="}
 WHERE = {"both": "in both", "before": "only before", "after": "only after"}
 
 
-def text_of(diff: Diff, *, nodes: bool = False) -> str:
+def text_of(diff: Report, *, nodes: bool = False) -> str:
     """All sections; with ``nodes`` each node that differs has a line."""
     sections = [_head(diff), _rewrites(diff), _changes("call", diff.call), _tensors(diff), _graph(diff, nodes)]
     return printable("\n\n".join("\n".join(lines) for lines in sections if lines))
@@ -25,7 +25,7 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
 
 
-def _head(diff: Diff) -> list[str]:
+def _head(diff: Report) -> list[str]:
     before, after = diff.before, diff.after
     lines = [
         f"before  {before.model}  {', '.join(before.pipeline) or 'no rewrite'}",
@@ -45,7 +45,7 @@ def _head(diff: Diff) -> list[str]:
     ]
 
 
-def _rewrites(diff: Diff) -> list[str]:
+def _rewrites(diff: Report) -> list[str]:
     lines: list[str] = []
     for entry in diff.rewrites:
         lines.append(f"rewrite {entry['pipeline']} ({WHERE[entry['in']]})  contract: {entry['contract']}")
@@ -86,7 +86,7 @@ def form(change: Change) -> str:
     return f"{change.before} -> {change.after}" if change.status == "changed" else change.before or change.after or ""
 
 
-def _tensors(diff: Diff) -> list[str]:
+def _tensors(diff: Report) -> list[str]:
     lines = _changes("tensors", diff.tensors)
     if diff.values:
         groups: dict[str, list[str]] = {}
@@ -99,7 +99,7 @@ def _tensors(diff: Diff) -> list[str]:
     return lines
 
 
-def _graph(diff: Diff, nodes: bool) -> list[str]:
+def _graph(diff: Report, nodes: bool) -> list[str]:
     if all(r.status == "unchanged" for r in diff.regions):
         return []
     totals = {status: len(diff.blocks(status)) for status in MARKS}

@@ -5,16 +5,19 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from hcx.rewrite.errors import PlanError
+from hcx.rewrite.ir.aliases import mutated
 from hcx.rewrite.ir.control import Cond, Control, While
-from hcx.rewrite.ir.mutation import mutated
+from hcx.rewrite.ir.tags import Part, Role
 from torch import fx
 
-if TYPE_CHECKING:
-    from .editor import Editor
+from .inserting import Inserter
+
+COUNT = Role("count", Part.BESIDE)
+"""Counts the iterations of a loop."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class Region:
     results: Sequence[fx.Node]
 
 
-def insert_cond(editor: Editor, predicate: fx.Node, then: Region, otherwise: Region) -> tuple[fx.Node, ...]:
+def insert_cond(editor: Inserter, predicate: fx.Node, then: Region, otherwise: Region) -> tuple[fx.Node, ...]:
     """See :meth:`Editor.cond`."""
     first, second = set(then.nodes), set(otherwise.nodes)
     if shared := first & second:
@@ -43,11 +46,11 @@ def insert_cond(editor: Editor, predicate: fx.Node, then: Region, otherwise: Reg
     return _replace(editor, Cond(*bodies), (predicate, *operands), [then, otherwise], list(otherwise.results))
 
 
-def insert_repeat(editor: Editor, trips: fx.Node, body: Region, carried: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
+def insert_repeat(editor: Inserter, trips: fx.Node, body: Region, carried: Sequence[fx.Node]) -> tuple[fx.Node, ...]:
     """See :meth:`Editor.repeat`."""
     _check_pairs(editor, carried, body.results)
     place = min(body.nodes)
-    with editor.before(place, role="count"):
+    with editor.before(place, role=COUNT):
         start = editor.inline(torch.zeros_like, trips)
     others = [o for o in _operands(body) if o not in carried]
     operands = [start, *carried, trips, *others]
@@ -63,7 +66,7 @@ def insert_repeat(editor: Editor, trips: fx.Node, body: Region, carried: Sequenc
     return _replace(editor, target, tuple(operands), [body], [None, *body.results])[1:]
 
 
-def _check_pairs(editor: Editor, one: Sequence[fx.Node], other: Sequence[fx.Node]) -> None:
+def _check_pairs(editor: Inserter, one: Sequence[fx.Node], other: Sequence[fx.Node]) -> None:
     if len(one) != len(other):
         raise PlanError(f"{len(one)} values stand against {len(other)}", where=editor.pass_name)
     for a, b in zip(one, other, strict=True):
@@ -114,21 +117,21 @@ def _call(graph: fx.Graph, op: Any, *arguments: Any, like: fx.Node, dtype: torch
 
 
 def _replace(
-    editor: Editor, target: Control, arguments: tuple, regions: list[Region], old: list[fx.Node | None]
+    editor: Inserter, target: Control, arguments: tuple, regions: list[Region], old: list[fx.Node | None]
 ) -> tuple[fx.Node, ...]:
     """Put the control-flow node where its operands are known, redirect the old results to its own, drop the nodes."""
     graph, members = editor.graph, {n for r in regions for n in r.nodes}
-    with editor.after(max(arguments), role=target.kind):
+    with editor.after(max(arguments), role=Role(target.kind, Part.BESIDE)):
         node = graph.call_function(target, arguments)
-        editor._mark(node)
+        editor.mark(node)
         values = target.bodies[-1].output_node().args[0]
         node.meta["val"] = tuple(v.meta["val"] for v in values)
     made = []
-    with editor.after(node, role=target.kind):
+    with editor.after(node, role=Role(target.kind, Part.BESIDE)):
         for index, value in enumerate(values):
             item = graph.call_function(operator.getitem, (node, index))
             item.meta["val"] = value.meta["val"]
-            editor._mark(item)
+            editor.mark(item)
             made.append(item)
     for before, after in zip(old, made, strict=True):
         if before in members:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from hcx.rewrite.driver import rewrite
 from hcx.rewrite.errors import HcxError
+from hcx.rewrite.ir.history import Entry, numbered, tensor_prefix
 from hcx.rewrite.ir.program import Program
 from hcx.rewrite.pipeline import registry, spec
+from hcx.rewrite.pipeline.passbase import Pass
 from hcx.rewrite.pipeline.plan import Plan
 
 
@@ -15,18 +16,18 @@ def without_dormant(program: Program) -> tuple[Program, list[str]]:
 
     The given one is not changed; it is returned itself where there is nothing to leave out.
     """
-    names, notes = [entry["pass"] for entry in program.history], []
-    for index in reversed(range(len(names))):
-        undo = _undo(program, names[index], f"hcx.{names[index]}_{names[:index].count(names[index])}", index)
+    notes = []
+    for entry, number in reversed(list(numbered(program.history))):
+        undo = _undo(program, entry, tensor_prefix(entry.name, number))
         if undo is not None and undo.plan(program).sites:
-            program = program.rewrite(undo, check=False)
-            notes.append(f"what `{names[index]}` added changes nothing at present and is left out")
+            program = rewrite(program, undo, check=False)
+            notes.append(f"what `{entry.name}` added changes nothing at present and is left out")
     return program, notes
 
 
-def _undo(program: Program, name: str, prefix: str, index: int) -> Any:
+def _undo(program: Program, entry: Entry, prefix: str) -> Pass | None:
     try:
-        step = Plan.from_json(program.history[index]["plan"]).steps[0]
-        return spec.build(registry.get(name), step.options).undo(program, step.sites or [], prefix)
+        step = Plan.from_json(entry.plan).steps[0]
+        return spec.build(registry.get(entry.name), step.options).undo(program, step.sites or [], prefix)
     except (HcxError, KeyError):  # a pass that is not installed here, or whose tensors are gone
         return None

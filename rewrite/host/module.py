@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from hcx.rewrite.errors import UsageError
+from hcx.rewrite.ir.autocast import suit_autocast
+from hcx.rewrite.ir.compiled import compiled
 from hcx.rewrite.ir.control import copy_graph
-from hcx.rewrite.ir.program import suit_autocast
-from hcx.rewrite.tracing.modes import refuse_train, switch
-from hcx.rewrite.tracing.normalize import fetch
+from hcx.rewrite.ir.modes import refuse_train, switch
+from hcx.rewrite.ir.tensors import fetch
 from torch import fx
 from torch.utils.checkpoint import checkpoint as run_again
 
@@ -76,7 +77,7 @@ class ProgramModule(torch.nn.Module):
         super().__init__()
         self.__dict__["_hcx"] = code = _Code(program)
         owners = {p.owner for p in code.parts if p.owner}
-        _copy_tree(program._root, self, "", owners)
+        _copy_tree(program.tree, self, "", owners)
         if any(p.block and not p.owner for p in code.parts):
             self.add_module(UNOWNED, BlockModule())
         self.training = program.training
@@ -114,7 +115,7 @@ class ProgramModule(torch.nn.Module):
         ]
 
     def train(self, mode: bool = True) -> ProgramModule:
-        """Raises UsageError where the graph has no train mode; see :func:`hcx.rewrite.tracing.modes.switch`."""
+        """Raises UsageError where the graph has no train mode; see :func:`hcx.rewrite.ir.modes.switch`."""
         if mode:
             refuse_train(self._hcx.graph)
         return super().train(mode)
@@ -158,10 +159,7 @@ class Segment:
             graph = copy_graph(self.graph)
             if ambient:
                 suit_autocast(graph)
-            code = graph.python_code("self")
-            scope = dict(code.globals)
-            exec(compile(code.src, f"<hcx {self.part.block or 'between blocks'}>", "exec"), scope)
-            self._functions[ambient] = scope["forward"]
+            self._functions[ambient] = compiled(graph, self.part.block or "between blocks")
         return self._functions[ambient](module, *inputs)
 
 
@@ -222,7 +220,7 @@ class _Code:
 
 def _segment(part: Part, live: set[fx.Node], train: bool, device: torch.device | None) -> Segment | None:
     """The nodes of a part that live values need; ``live`` grows by what these read. None where it is nothing."""
-    from .optimiser import replace_constants
+    from hcx.rewrite.ir.graphs import replace_constants
 
     kept = [n for n in reversed(part.nodes) if _is_live(n, live)][::-1]
     if not kept:
@@ -251,7 +249,7 @@ def _segment(part: Part, live: set[fx.Node], train: bool, device: torch.device |
 
 
 def _is_live(node: fx.Node, live: set[fx.Node]) -> bool:
-    from hcx.rewrite.ir.program import is_mutation
+    from hcx.rewrite.ir.graphs import is_mutation
 
     if node in live or is_mutation(node):
         live.add(node)

@@ -10,8 +10,9 @@ import heapq
 from collections import defaultdict
 from dataclasses import dataclass
 
+from hcx.rewrite.ir.aliases import Aliases, mutated
 from hcx.rewrite.ir.dataflow import private
-from hcx.rewrite.ir.mutation import Aliases, mutated
+from hcx.rewrite.sites.finder import find
 from torch import fx
 
 _Unit = list[fx.Node]
@@ -58,7 +59,7 @@ def _blocks(program) -> dict[str, _Unit]:
     place = {n: i for i, n in enumerate(calls)}
     writing = any(mutated(n) for n in calls)
     edges = list(_dependencies(program.graph, calls)) if writing else []
-    for stack in program.sites().stacks:
+    for stack in find(program).stacks:
         for block in stack.blocks:
             members = {n for n in (*private(block.body, block.entry), *block.body) if n.op == "call_function"}
             if writing and members:

@@ -11,8 +11,11 @@ from typing import Any
 import torch
 from hcx.rewrite.errors import UsageError
 from hcx.rewrite.ir.program import Program
+from hcx.rewrite.ir.signature import Fill
 from hcx.rewrite.run.reading import observe
+from hcx.rewrite.sites.finder import find
 
+from .module import as_module
 from .pretrained_cache import from_flat, to_flat
 
 OnTaps = Callable[[dict[str, torch.Tensor]], None]
@@ -44,7 +47,7 @@ def as_pretrained(program: Program, *, on_taps: OnTaps | None = None):
 def config_of(program: Program):
     from transformers import AutoConfig, PretrainedConfig
 
-    model = getattr(program.reference, "model", None)
+    model = program.reference.model if program.reference is not None else None
     if isinstance(getattr(model, "config", None), PretrainedConfig):
         return model.config
     if "config.json" not in program.companions:
@@ -97,7 +100,7 @@ def _model_class():
 
         def __init__(self, config: Any, program: Program):
             super().__init__(config)
-            module = program.as_module()
+            module = as_module(program)
             for name in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
                 self.__dict__[name] = module.__dict__[name]
             self.__dict__.update(program=program, module=module, on_taps=None)
@@ -111,7 +114,7 @@ def _model_class():
                     s.name for s in program.inputs if s.fill is None and s.name != "decoder_input_ids"
                 )
                 self.__dict__["_source"] = _Source(self.main_input_name)
-            self._is_stateful = any(s.fill == "empty" and "past" not in s.shape for s in program.inputs)
+            self._is_stateful = any(s.fill == Fill.EMPTY and "past" not in s.shape for s in program.inputs)
             source = getattr(getattr(program.reference, "model", None), "generation_config", None)
             if source is not None:
                 self.generation_config = copy.deepcopy(source)
@@ -163,7 +166,7 @@ def _model_class():
 
         def _hidden(self, flat: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
             """The stream at every boundary of the original blocks; several streams are reduced first."""
-            stack = self.program.sites().main
+            stack = find(self.program).main
             boundaries = [stack.boundary(k) for k in range(stack.depth + 1)]
             values = observe(self.program, [b.node for b in boundaries], flat)
             return tuple(v if b.carrier.kind == "plain" else v.mean(0) for v, b in zip(values, boundaries, strict=True))

@@ -10,7 +10,6 @@ A target is never changed: :meth:`Control.changed` makes another one, so that co
 from __future__ import annotations
 
 import hashlib
-import operator
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
@@ -18,6 +17,8 @@ import torch
 from hcx.rewrite.errors import ArtefactError
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
+
+from .compiled import compiled
 
 
 class Control:
@@ -49,10 +50,7 @@ class Control:
     def function(self, index: int) -> Callable:
         """A body as compiled Python."""
         if index not in self._functions:
-            code = self.bodies[index].python_code("self")
-            scope = dict(code.globals)
-            exec(compile(code.src, f"<hcx {self.kind} {self.parts[index]}>", "exec"), scope)
-            self._functions[index] = scope["forward"]
+            self._functions[index] = compiled(self.bodies[index], f"{self.kind} {self.parts[index]}")
         return self._functions[index]
 
     def __str__(self) -> str:
@@ -77,17 +75,6 @@ class Control:
     def operands_of(self, operands: tuple, index: int) -> tuple:
         """What a body takes of the node's arguments."""
         raise NotImplementedError
-
-    def shared(self, operands: tuple, index: int) -> fx.Node | None:
-        """The operand whose memory a result may share, or None."""
-        from .mutation import Aliases
-
-        for part, body in enumerate(self.bodies):
-            results = body.output_node().args[0]
-            root = Aliases(body).root(results[index]) if index < len(results) else None
-            if root is not None and root.op == "placeholder":
-                return self.operands_of(operands, part)[list(body.nodes).index(root)]
-        return None
 
     def fill(self, operands: tuple) -> tuple[Control, tuple]:
         """The same with ``meta['val']`` on every node of its bodies, and the results; for operands that are fake."""
@@ -141,9 +128,6 @@ class While(Control):
 
     def operands_of(self, operands, index):
         return operands
-
-    def shared(self, operands, index):
-        return operands[index]  # without an iteration, what came in goes out
 
     def __str__(self) -> str:
         return f"{super().__str__()}({self.carried})"
@@ -238,102 +222,3 @@ def check_form(node: fx.Node) -> None:
     counts = [len(b.output_node().args[0]) for b in target.bodies]
     if counts != ([1, target.carried] if isinstance(target, While) else [counts[0]] * 2):
         raise ArtefactError(f"the bodies of `{node.name}` give {counts} results", where=node.name)
-
-
-def prune(graph: fx.Graph, is_impure: Callable[[fx.Node], bool]) -> None:
-    """Leave out results of branches that nobody reads, and what is computed for them alone."""
-    again = True
-    while again:
-        graph.eliminate_dead_code(is_impure_node=is_impure)
-        again = any([_prune(n, is_impure) for n in graph.nodes if isinstance(n.target, Cond)])
-
-
-def _prune(node: fx.Node, is_impure: Callable[[fx.Node], bool]) -> bool:
-    getitems = list(node.users)
-    if any(u.target is not operator.getitem for u in getitems):
-        return False
-    used = sorted({u.args[1] for u in getitems})
-    count = len(node.target.bodies[0].output_node().args[0])
-
-    def shorten(body: fx.Graph) -> None:
-        output = body.output_node()
-        output.args = (tuple(output.args[0][i] for i in used),)
-        prune(body, is_impure)
-
-    target = node.target.changed(shorten) if len(used) < count else node.target
-    places = [[n for n in b.nodes if n.op == "placeholder"] for b in target.bodies]
-    idle = [i for i, pair in enumerate(zip(*places, strict=True)) if not any(p.users for p in pair)]
-    if len(used) == count and not idle:
-        return False
-    if idle:
-
-        def narrow(body: fx.Graph) -> None:
-            inputs = [n for n in body.nodes if n.op == "placeholder"]
-            for index in idle:
-                body.erase_node(inputs[index])
-
-        target = target.changed(narrow)
-        node.args = (node.args[0], *(a for i, a in enumerate(node.args[1:]) if i not in set(idle)))
-    node.target = target
-    for user in getitems:
-        user.args = (node, used.index(user.args[1]))
-    if isinstance(node.meta.get("val"), tuple):
-        node.meta["val"] = tuple(node.meta["val"][i] for i in used)
-    return True
-
-
-def as_operators(graph: fx.Graph, root: torch.nn.Module) -> torch.nn.Module:
-    """Write control flow as ``torch.ops.higher_order`` calls on submodules, in place.
-
-    Returns:
-        the module tree to run the graph on: ``root``, or one over the same tensors that has the bodies too.
-    """
-    nodes = [n for n in graph.nodes if isinstance(n.target, Control)]
-    if not nodes:
-        return root
-    holder = torch.nn.Module()
-    for key in ("_parameters", "_buffers", "_non_persistent_buffers_set"):
-        holder.__dict__[key] = root.__dict__[key]
-    name = "control_flow"
-    while name in root._modules or name in root._parameters or name in root._buffers:
-        name += "_"
-    holder._modules = {**root._modules, name: _written(graph, nodes, name)}
-    return holder
-
-
-def _give_new_tensors(body: fx.Graph) -> None:
-    """Clone results that share memory with an operand or another result: torch's operators must not give those."""
-    from .mutation import Aliases
-
-    aliases, seen, output = Aliases(body), set(), body.output_node()
-    results = list(output.args[0])
-    for index, result in enumerate(results):
-        root = aliases.root(result)
-        if root.op == "placeholder" or root in seen:
-            with body.inserting_before(output):
-                results[index] = body.call_function(torch.ops.aten.clone.default, (result,))
-            results[index].meta = dict(result.meta)
-        seen.add(root)
-    output.args = (tuple(results),)
-
-
-def _written(graph: fx.Graph, nodes: list[fx.Node], prefix: str) -> torch.nn.Module:
-    home = torch.nn.Module()
-    for node in nodes:
-        target: Control = node.target
-        fetched = []
-        for part, body in zip(target.parts, target.bodies, strict=True):
-            body = copy_graph(body)
-            _give_new_tensors(body)
-            inner = [n for n in body.nodes if isinstance(n.target, Control)]
-            own = torch.nn.Module()
-            if inner:
-                own.add_module("control_flow", _written(body, inner, "control_flow"))
-            if isinstance(target, While) and part == "condition":  # torch takes a tensor there, not a tuple
-                body.output_node().args = (body.output_node().args[0][0],)
-            label = f"{node.name}_{part}"
-            home.add_module(label, fx.GraphModule(own, body, class_name=part.capitalize()))
-            with graph.inserting_before(node):
-                fetched.append(graph.create_node("get_attr", f"{prefix}.{label}", name=label))
-        node.target, node.args = target.hop(fetched, node.args)
-    return home

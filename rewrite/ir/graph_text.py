@@ -16,6 +16,7 @@ from hcx.rewrite.errors import ArtefactError
 from torch import fx
 
 from .control import KINDS, Control, While, check_form
+from .tags import Part, hcx_tag, part_before, set_tag
 
 _PYTHON = {
     f"operator.{n}": getattr(operator, n)
@@ -145,8 +146,9 @@ def to_json(graph: fx.Graph) -> dict[str, Any]:
         stack = tuple((k, *v) for k, v in (node.meta.get("nn_module_stack") or {}).items())
         if stack:
             entry["stack"] = stacks.setdefault(stack, len(stacks))
-        if tag := node.meta.get("custom", {}).get("hcx"):
-            entry["hcx"] = tag
+        if tag := hcx_tag(node):
+            entry["hcx"] = dict(tag)
+            entry |= {"part": tag.part.value} if tag.part is not None else {}
         entry |= {key: node.meta[key] for key in ("taps", "modes", "eval_only") if node.meta.get(key)}
         nodes.append(entry)
     return {"stacks": [[list(level) for level in stack] for stack in stacks], "nodes": nodes}
@@ -191,7 +193,8 @@ def from_json(data: dict[str, Any], tensors: set[str]) -> fx.Graph:
             if "stack" in entry:
                 node.meta["nn_module_stack"] = dict(stacks[entry["stack"]])
             if "hcx" in entry:
-                node.meta["custom"] = {"hcx": dict(entry["hcx"])}
+                tag = dict(entry["hcx"])
+                set_tag(node, tag, Part(entry["part"]) if "part" in entry else part_before(tag))
             for key in ("taps", "shape", "dtype", "modes", "eval_only"):
                 if key in entry:
                     node.meta[key] = entry[key]
@@ -199,7 +202,7 @@ def from_json(data: dict[str, Any], tensors: set[str]) -> fx.Graph:
         graph.lint()
     except ArtefactError:
         raise
-    except Exception as error:
+    except Exception as error:  # a foreign file: what it lacks or holds too much of shows as any type, here and in torch
         raise ArtefactError(
             f"the graph file is damaged: {type(error).__name__}: {error}", where="graph.json"
         ) from error

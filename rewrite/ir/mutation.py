@@ -7,40 +7,13 @@ a tensor that has changed since. Where no view that was made before is read afte
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterator
-
 import torch
 from hcx.rewrite.errors import PlanError
 from torch import fx
 
-from .control import Control
-from .dataflow import op_name, shape
-
-_SAME_TENSOR = {
-    "dropout",
-    "feature_dropout",
-    "alpha_dropout",
-    "feature_alpha_dropout",
-    "type_as",
-    "atleast_1d",
-    "atleast_2d",
-    "atleast_3d",
-}
-"""Ops that may return their argument itself without saying so in their schema."""
-
-
-def mutated(node: fx.Node) -> list[fx.Node]:
-    """The tensors that a node changes in place."""
-    if (
-        node.op != "call_function"
-        or not isinstance(node.target, torch._ops.OpOverload)
-        or not node.target._schema.is_mutable
-    ):
-        return []
-    return [
-        v for a, v in _arguments(node) if a.alias_info is not None and a.alias_info.is_write and isinstance(v, fx.Node)
-    ]
+from .aliases import Aliases, mutated
+from .dataflow import shape
+from .tags import hcx_tag
 
 
 def functional(graph: fx.Graph) -> None:
@@ -155,17 +128,14 @@ def check_hazards(graph: fx.Graph, pass_name: str) -> None:
 
 
 def _of_pass(node: fx.Node) -> bool:
-    return "pass" in node.meta.get("custom", {}).get("hcx", {})
+    return hcx_tag(node).of_pass is not None
 
 
 def _copied_together(one: fx.Node, other: fx.Node) -> bool:
     """Copies of one iteration keep the order of their originals, writes included."""
-    tags = [n.meta.get("custom", {}).get("hcx", {}) for n in (one, other)]
-    return (
-        all("of" in t for t in tags)
-        and tags[0].get("pass") == tags[1].get("pass")
-        and tags[0].get("iteration") == tags[1].get("iteration")
-    )
+    a, b = hcx_tag(one), hcx_tag(other)
+    both = a.original is not None and b.original is not None
+    return both and a.of_pass == b.of_pass and a.get("iteration") == b.get("iteration")
 
 
 def _where(node: fx.Node) -> str:
@@ -173,75 +143,9 @@ def _where(node: fx.Node) -> str:
     return f"{stack[-1][0] if stack else ''} {node.target}".strip()
 
 
-class Aliases:
-    """Which nodes share a storage, and which of them are the same view of it, by the schemas of the ops."""
-
-    def __init__(self, graph: fx.Graph) -> None:
-        self._root: dict[fx.Node, fx.Node] = {}
-        self._view: dict[fx.Node, fx.Node] = {}
-        self._group: dict[fx.Node, list[fx.Node]] = {}
-        fetched: dict[str, fx.Node] = {}
-        for node in graph.nodes:
-            source = _aliased(node)
-            if node.op == "get_attr":
-                source = fetched.setdefault(str(node.target), node) if node.target in fetched else None
-                fetched.setdefault(str(node.target), node)
-            self._root[node] = self._root.get(source, source) if source is not None else node
-            written = mutated(node)
-            self._view[node] = self._view[written[0]] if len(written) == 1 and source is written[0] else node
-            self._group.setdefault(self._root[node], []).append(node)
-
-    @staticmethod
-    def source(node: fx.Node) -> fx.Node:
-        """The first node that a value shares its storage with, without a look at the rest of the graph."""
-        while (before := _aliased(node)) is not None:
-            node = before
-        return node
-
-    def root(self, node: fx.Node) -> fx.Node:
-        return self._root[node]
-
-    def members(self, node: fx.Node) -> list[fx.Node]:
-        return self._group[self._root[node]]
-
-    def same(self, node: fx.Node) -> list[fx.Node]:
-        return [n for n in self.members(node) if self._view[n] is self._view[node]]
-
-    def fresh(self, node: fx.Node, result: fx.Node) -> None:
-        """A node has become a new value: what was made from it later shares its storage."""
-        old = self._group[self._root[node]]
-        view = self._view[node]
-        cut = old.index(node)
-        later = old[cut:]
-        del old[cut:]
-        for n in later:
-            self._root[n] = node
-            self._view[n] = node if self._view[n] is view else self._view[n]
-        self._group[node] = later
-        if result is not node:
-            self._root[result], self._view[result] = node, node
-            later.append(result)
 
 
-def _arguments(node: fx.Node) -> Iterator[tuple]:
-    for index, argument in enumerate(node.target._schema.arguments):
-        if index < len(node.args):
-            yield argument, node.args[index]
-        elif argument.name in node.kwargs:
-            yield argument, node.kwargs[argument.name]
 
 
-def _aliased(node: fx.Node) -> fx.Node | None:
-    """The argument whose storage the result may share."""
-    if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
-        if isinstance(node.args[0].target, Control):
-            return node.args[0].target.shared(node.args[0].args, node.args[1])
-        return node.args[0] if _aliased(node.args[0]) is not None else None
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-        return None
-    if op_name(node) in _SAME_TENSOR and node.args:
-        return node.args[0] if isinstance(node.args[0], fx.Node) else None
-    returns = node.target._schema.returns
-    if not returns or returns[0].alias_info is None:
-        return None
-    return next((v for a, v in _arguments(node) if a.alias_info is not None and isinstance(v, fx.Node)), None)
+
+

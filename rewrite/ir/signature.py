@@ -2,19 +2,56 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
 
 import torch
 from hcx.rewrite.errors import UsageError
 
-from .structure import Structure, extract, rebuild_constant
+from .structure import Structure, extract, rebuild_constant, tensor_indices
 
 CACHE = "past_key_values"
 """Prefix of flat cache inputs, and a name that the argument may always be given by."""
 
 Dim = int | str
 """A fixed size, or an expression over named sizes such as ``batch`` or ``past+sequence``."""
+
+
+class Fill(StrEnum):
+    """What an input is filled with where a call leaves it out."""
+
+    ONES = "ones"
+    """A mask that hides nothing."""
+    POSITIONS = "positions"
+    """past, past + 1, ..."""
+    EMPTY = "empty"
+    """Caches of length 0, and zeros for states of fixed size."""
+
+
+@dataclass(frozen=True)
+class Count:
+    """An input that a call may leave out and that is a number then; in files and texts ``=3``."""
+
+    number: int
+
+    def __str__(self) -> str:
+        return f"={self.number}"
+
+
+def fill_of(text: str | None) -> Fill | Count | None:
+    """The rule behind its text.
+
+    >>> fill_of("ones"), fill_of("=3"), fill_of(None)
+    (<Fill.ONES: 'ones'>, Count(number=3), None)
+
+    Raises:
+        ValueError: no rule.
+    """
+    if text is None:
+        return None
+    return Count(int(text[1:])) if text.startswith("=") else Fill(text)
 
 
 @dataclass(frozen=True)
@@ -25,22 +62,20 @@ class InputSpec:
         name: path in the call, e.g. ``input_ids`` or ``past_key_values.0.key``.
         dtype: dtype when traced.
         shape: one entry a dimension; equal names are equal sizes.
-        fill: what an omitted input is filled with: ``ones`` (masks), ``positions`` (past, past+1, ...), ``empty``
-            (caches of length 0, and zeros for states of fixed size), ``=3`` (that number), or None when it must be
-            given.
+        fill: what an omitted input is filled with, or None when it must be given.
     """
 
     name: str
     dtype: torch.dtype
     shape: tuple[Dim, ...]
-    fill: str | None = None
+    fill: Fill | Count | None = None
 
     def to_json(self) -> dict:
         return {
             "name": self.name,
             "dtype": str(self.dtype).removeprefix("torch."),
             "shape": list(self.shape),
-            "fill": self.fill,
+            "fill": None if self.fill is None else str(self.fill),
         }
 
     @staticmethod
@@ -48,8 +83,7 @@ class InputSpec:
         dtype = getattr(torch, data["dtype"])
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"{data['dtype']!r} is not a dtype")
-        number_of(data["fill"])
-        return InputSpec(data["name"], dtype, tuple(data["shape"]), data["fill"])
+        return InputSpec(data["name"], dtype, tuple(data["shape"]), fill_of(data["fill"]))
 
 
 @dataclass
@@ -104,7 +138,7 @@ class CallSignature:
             indices = list(tensor_indices(argument.spec))
             if argument.name in given and not (argument.fill and given[argument.name] is None):
                 value = given[argument.name]
-                if any(number_of(self.inputs[i].fill) is not None for i in indices):
+                if any(isinstance(self.inputs[i].fill, Count) for i in indices):
                     value = _count(argument.name, value)
                 for index, tensor in zip(indices, extract(argument.spec, value, argument.name), strict=True):
                     flat[index] = tensor
@@ -134,7 +168,7 @@ class CallSignature:
         for i, (tensor, spec) in enumerate(zip(flat, self.inputs, strict=True)):
             if (
                 tensor is not None
-                and spec.fill in ("ones", "positions")
+                and spec.fill in (Fill.ONES, Fill.POSITIONS)
                 and batch
                 and tensor.dim()
                 and tensor.shape[0] == 1
@@ -147,7 +181,7 @@ class CallSignature:
         Of a longer list, made before a pass took cache slots out, the caches are made again: all of them empty.
         """
         if len(flat) > len(self.inputs):
-            flat = [None if s.fill == "empty" else t for t, s in zip(flat, self.inputs, strict=False)]
+            flat = [None if s.fill == Fill.EMPTY else t for t, s in zip(flat, self.inputs, strict=False)]
         more: list[torch.Tensor | None] = [*flat, *[None] * (len(self.inputs) - len(flat))]
         sizes = self.sizes(more)
         return [t if t is not None else _filled(spec, sizes, more) for t, spec in zip(more, self.inputs, strict=True)]
@@ -163,7 +197,7 @@ class CallSignature:
             raise UsageError(
                 f"the program also needs the input `{missing[0]}`",
                 where=self.model,
-                hint="it takes " + ", ".join(s.name for s in self.inputs if s.fill != "empty"),
+                hint="it takes " + ", ".join(s.name for s in self.inputs if s.fill != Fill.EMPTY),
             )
         flat = [given[s.name].to(s.dtype) if s.name in given else None for s in self.inputs]
         sizes = self.sizes(flat)
@@ -191,7 +225,7 @@ class CallSignature:
             given[name] = value
         known = {a.name for a in self.arguments}
         cache = next(
-            (a.name for a in self.arguments if any(self.inputs[i].fill == "empty" for i in tensor_indices(a.spec))),
+            (a.name for a in self.arguments if any(self.inputs[i].fill == Fill.EMPTY for i in tensor_indices(a.spec))),
             CACHE,
         )
         for name, value in kwargs.items():
@@ -292,7 +326,7 @@ class CallSignature:
     @property
     def has_cache(self) -> bool:
         """Whether the graph takes a cache that may be empty."""
-        return any(spec.fill == "empty" for spec in self.inputs)
+        return any(spec.fill == Fill.EMPTY for spec in self.inputs)
 
     def to_json(self) -> dict:
         return {
@@ -304,6 +338,12 @@ class CallSignature:
             "notes": self.notes,
             "limits": self.limits,
         }
+
+    def copied(self) -> CallSignature:
+        """Another one of the same content; templates of outputs, which are objects of the model's own, are shared."""
+        new = CallSignature.from_json(copy.deepcopy(self.to_json()))
+        new.outputs.templates = self.outputs.templates
+        return new
 
     @staticmethod
     def from_json(data: dict) -> CallSignature:
@@ -318,12 +358,6 @@ class CallSignature:
         )
 
 
-def tensor_indices(spec: dict):
-    """Indices of the tensor leaves below a structure description, in order."""
-    if spec["kind"] in ("tensor", "int", "float"):
-        yield spec["index"]
-    for item in spec.get("items", ()):
-        yield from tensor_indices(item)
 
 
 def size_of(dim: Dim, sizes: dict[str, int]) -> int:
@@ -339,7 +373,7 @@ def _filled(spec: InputSpec, sizes: dict[str, int], flat: list) -> torch.Tensor:
             f"cannot fill the omitted input `{spec.name}`: size `{missing[0]}` is unknown", where=spec.name
         )
     shape = [size_of(dim, sizes) for dim in spec.shape]
-    if spec.fill == "positions":
+    if spec.fill == Fill.POSITIONS:
         start = sizes.get("past", 0)
         return torch.arange(start, start + shape[-1], device=first.device, dtype=spec.dtype).expand(shape).contiguous()
     return filled(spec, shape, first.device)
@@ -347,8 +381,7 @@ def _filled(spec: InputSpec, sizes: dict[str, int], flat: list) -> torch.Tensor:
 
 def filled(spec: InputSpec, shape: list[int], device: torch.device) -> torch.Tensor:
     """What stands for an input that is left out, positions apart."""
-    number = number_of(spec.fill)
-    value = number if number is not None else int(spec.fill == "ones")
+    value = spec.fill.number if isinstance(spec.fill, Count) else int(spec.fill == Fill.ONES)
     return torch.full(shape, value, dtype=spec.dtype, device=device)
 
 
@@ -359,8 +392,3 @@ def _count(name: str, value: Any) -> torch.Tensor:
     if not whole or (not tensor.is_meta and int(tensor) < 1):
         raise UsageError(f"`{name}` is a whole number from 1 on, not {value!r}", where=name, hint=f"e.g. {name}=2")
     return tensor.to(torch.int64)
-
-
-def number_of(fill: str | None) -> int | None:
-    """The number behind a fill like ``=3``."""
-    return int(fill[1:]) if fill is not None and fill.startswith("=") else None

@@ -174,7 +174,7 @@ def _own_copy(shell: Any) -> Any:
     """What a model writes to an object in one call must not last until the next."""
     try:
         return copy.deepcopy(shell)
-    except Exception:  # holds something that cannot be copied, such as a lock
+    except Exception:  # noqa: BLE001  the model's object holds something that cannot be copied, such as a lock
         return copy.copy(shell)
 
 
@@ -319,3 +319,46 @@ def _kind_of(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor {tuple(value.shape)}"
     return repr(value) if isinstance(value, _PLAIN) else type(value).__name__
+
+
+def tensor_indices(spec: dict):
+    """Indices of the tensor leaves below a structure description, in order."""
+    if spec["kind"] in ("tensor", "int", "float"):
+        yield spec["index"]
+    for item in spec.get("items", ()):
+        yield from tensor_indices(item)
+
+
+def list_items(spec: dict, wanted: set[int]) -> list[tuple[dict, list]]:
+    """(item, list it is in) of the innermost list items that hold some of the wanted tensors."""
+    found = []
+    for item in spec.get("items", ()):
+        inner = list_items(item, wanted)
+        if (
+            not inner
+            and spec["kind"] in ("list", "tuple")
+            and wanted & set(tensor_indices(item))
+            and item["kind"] != "tensor"
+        ):
+            inner = [(item, spec["items"])]
+        found += inner
+    return found
+
+
+def renumber(spec: dict, mapping: dict[int, int]) -> dict:
+    """A structure description with other tensor indices."""
+    new = dict(spec)
+    if "index" in new:
+        new["index"] = mapping[new["index"]]
+    if "items" in new:
+        new["items"] = [renumber(s, mapping) for s in new["items"]]
+    return new
+
+
+def without_items(spec: dict, gone: set[int]) -> dict:
+    """A structure description without the innermost list items that hold some tensors."""
+    new = dict(spec)
+    if "items" in new:
+        lost = [item for item, siblings in list_items(spec, gone) if siblings is spec["items"]]
+        new["items"] = [without_items(s, gone) for s in spec["items"] if not any(s is item for item in lost)]
+    return new

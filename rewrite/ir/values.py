@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from hcx.rewrite.tracing.normalize import fetch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -11,6 +10,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 
 from .control import Control
 from .signature import size_of
+from .tensors import fetch
 
 
 def fake_mode_of(program) -> FakeTensorMode:
@@ -54,7 +54,7 @@ def propagate(program) -> FakeTensorMode:
 
 def stand_in(program, mode: FakeTensorMode, name: str) -> torch.Tensor:
     """The fake tensor of a parameter or buffer; on the CPU for one that still lies in a file."""
-    tensor = fetch(program._root, name)
+    tensor = fetch(program.tree, name)
     if tensor.is_meta and name in program.stored:
         with mode:
             return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")

@@ -2,35 +2,20 @@
 
 from __future__ import annotations
 
-import copy
-import hashlib
 from collections.abc import Callable
 from typing import Any
 
 from hcx.rewrite.edit.editor import Editor
 from hcx.rewrite.errors import NoMatchError, PlanError
-from hcx.rewrite.ir.control import copy_graph
+from hcx.rewrite.ir.fingerprint import fingerprint
+from hcx.rewrite.ir.graphs import is_impure, sort_graph
+from hcx.rewrite.ir.history import Entry, runs_of
 from hcx.rewrite.ir.mutation import check_hazards
 from hcx.rewrite.ir.program import Program
-from torch import fx
 
 from . import registry, spec
 from .passbase import Pass
 from .plan import PassPlan, Plan
-
-
-def fingerprint(program: Program) -> str:
-    """Hash of a Program's structure: its ops in order, and the names, shapes and dtypes of its tensors.
-
-    Equal for the same model at any example shape; a plan is refused for a Program with another fingerprint.
-    """
-    digest = hashlib.sha256()
-    for node in program.graph.nodes:
-        if node.op == "call_function":
-            digest.update(f"{node.target};".encode())
-    for name, tensor in sorted((n, t) for n, t in program.state_dict().items()):
-        digest.update(f"{name}:{tuple(tensor.shape)}:{tensor.dtype};".encode())
-    return digest.hexdigest()[:16]
 
 
 def steps_of(program: Program, what: Any) -> list[tuple[Pass, PassPlan | None]]:
@@ -55,7 +40,7 @@ def check_order(program: Program, steps: list[Pass]) -> None:
     Raises:
         PlanError: a pass after one that must come later, with both named.
     """
-    done = [(e["pass"], e.get("rank")) for e in program.history]
+    done = [(e.name, e.rank) for e in program.history]
     for step in steps:
         for name, rank in done:
             if rank is not None and (place := step.order()) is not None and place < rank:
@@ -72,53 +57,6 @@ def _why(before: str, after: str, place: Any) -> str:
     if usual is not None and usual <= place:
         return f"with these options {before} moves blocks to where later passes do not find them"
     return f"{before} reads what {after} changes"
-
-
-def plan(program: Program, what: Any) -> Plan:
-    """What a pipeline would do. The Program is not changed; later steps see what earlier ones would have done."""
-    planned: list[PassPlan] = []
-    walk(fork(program), what, lambda step, pass_plan, editor: planned.append(pass_plan), stop_before_last=True)
-    return Plan(planned, fingerprint(program))
-
-
-def fork(program: Program) -> Program:
-    """A Program with a graph of its own over the same tensors."""
-    new = Program._build(
-        copy_graph(program.graph),
-        _same_tensors(program),
-        copy.deepcopy(_portable(program)),
-        examples=list(program.examples),
-        reference=program.reference,
-        copy_tensors=False,
-    )
-    new.__dict__.update(
-        history=copy.deepcopy(program.history),
-        origin=dict(program.origin),
-        companions=dict(program.companions),
-        trace_exact=program.trace_exact,
-        stored=dict(program.stored),
-        training=program.training,
-    )
-    new.signature.outputs.templates = program.signature.outputs.templates
-    return new
-
-
-def _portable(program: Program):
-    return type(program.signature).from_json(program.signature.to_json())
-
-
-def _same_tensors(program: Program):
-    import torch
-
-    def copied(module: torch.nn.Module) -> torch.nn.Module:
-        new = torch.nn.Module()
-        new._parameters.update(module._parameters)
-        new._buffers.update(module._buffers)
-        new._non_persistent_buffers_set.update(module._non_persistent_buffers_set)
-        new._modules.update({n: copied(m) for n, m in module._modules.items()})
-        return new
-
-    return copied(program._root)
 
 
 def _apply(step: Pass, program: Program, pass_plan: PassPlan, editor: Editor, edited: bool) -> None:
@@ -156,50 +94,22 @@ def walk(
         if stop_before_last and number == len(steps) - 1:
             seen(step, pass_plan, None)
             return
-        editor = Editor(program, step.name, sum(e["pass"] == step.name for e in program.history))
+        editor = Editor(program, step.name, len(runs_of(program.history, step.name)))
         if pass_plan.sites:
             _apply(step, program, pass_plan, editor, given is not None)
             _tidy(program)
             check_hazards(program.graph, step.name)
-        program.history.append({"pass": step.name, "rank": step.order()})
+        program.history.append(Entry.of(step.name, step.order()))
         seen(step, pass_plan, editor)
 
 
 def _tidy(program: Program) -> None:
-    from hcx.rewrite.ir.program import _impure
-
     sort_graph(program.graph)
-    program.graph.eliminate_dead_code(is_impure_node=_impure)
+    program.graph.eliminate_dead_code(is_impure_node=is_impure)
     program.graph.lint()
-    program._forget_compiled()
+    program.forget_compiled()
 
 
-def sort_graph(graph: fx.Graph) -> None:
-    """Put every node after its operands, moving as little as possible: redirected uses may point forward."""
-    done: set[fx.Node] = set()
-    order: list[fx.Node] = []
-    for node in list(graph.nodes):
-        pending, open_nodes = [node], {node}
-        while pending:
-            top = pending[-1]
-            missing = [o for o in top.all_input_nodes if o not in done]
-            if not missing:
-                pending.pop()
-                open_nodes.discard(top)
-                if top not in done:
-                    done.add(top)
-                    order.append(top)
-            elif any(o in open_nodes for o in missing):
-                raise PlanError(
-                    f"a pass made `{top.name}` depend on itself", where=top.name, hint="see Editor.redirect"
-                )
-            else:
-                pending.append(missing[0])
-                open_nodes.add(missing[0])
-    output = graph.output_node()
-    for node in order:
-        if node is not output:
-            output.prepend(node)
 
 
 def _check_sites(step: Pass, program: Program, given: PassPlan) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 from hcx.rewrite.ir.program import Program
-from hcx.rewrite.ir.signature import InputSpec, filled, size_of
+from hcx.rewrite.ir.signature import Fill, InputSpec, filled, size_of
 
 
 def check_inputs(program: Program, count: int = 2) -> list[list[torch.Tensor]]:
@@ -69,7 +69,7 @@ def resized(program: Program, sizes: dict[str, int], seed: int = 0) -> list[torc
 
 def _one(spec: InputSpec, example: torch.Tensor, sizes: dict[str, int], seed: int) -> torch.Tensor:
     shape = [size_of(dim, sizes) for dim in spec.shape]
-    if spec.fill == "positions":
+    if spec.fill == Fill.POSITIONS:
         return torch.arange(shape[-1], dtype=spec.dtype).expand(shape).contiguous()
     if spec.fill is not None:
         return filled(spec, shape, example.device)

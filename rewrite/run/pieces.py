@@ -13,14 +13,16 @@ from typing import Any
 
 import torch
 from hcx.rewrite.errors import PlanError
+from hcx.rewrite.ir.aliases import mutated
+from hcx.rewrite.ir.belongings import Belongings
 from hcx.rewrite.ir.control import copy_graph
 from hcx.rewrite.ir.dataflow import op_name, value
-from hcx.rewrite.ir.mutation import mutated
+from hcx.rewrite.ir.graphs import rename
 from hcx.rewrite.ir.program import Program
-from hcx.rewrite.ir.signature import Argument, CallSignature, InputSpec, tensor_indices
-from hcx.rewrite.ir.structure import Structure
+from hcx.rewrite.ir.signature import Argument, CallSignature, Fill, InputSpec
+from hcx.rewrite.ir.structure import Structure, tensor_indices
+from hcx.rewrite.ir.tensors import set_tensor
 from hcx.rewrite.ir.values import propagate
-from hcx.rewrite.tracing.normalize import rename, set_tensor
 from torch import fx
 
 from .reading import reader
@@ -64,10 +66,13 @@ def cut(program: Program, graph: fx.Graph, stages: Sequence[Mapping[str, str]]) 
     Raises:
         PlanError: values are changed in place, or a size is read of a value that lies in another piece.
     """
-    whole = Program._build(
-        copy_graph(graph), program._root, program.signature, examples=program.examples, copy_tensors=False
+    whole = Program.build(
+        copy_graph(graph),
+        program.tree,
+        program.signature,
+        examples=program.examples,
+        belongings=Belongings(stored=program.stored),
     )
-    whole.__dict__["stored"] = program.stored
     if writes := [n for n in whole.graph.nodes if mutated(n)]:
         raise PlanError(f"`{writes[0].name}` changes a value in place", where=writes[0].name,
                         hint="write that line of the model without the in-place op")  # fmt: skip
@@ -92,7 +97,7 @@ def cut(program: Program, graph: fx.Graph, stages: Sequence[Mapping[str, str]]) 
 def _bookkeeping(whole: Program) -> set[fx.Node]:
     """Values that no input with data reaches: weights, masks, positions, sizes."""
     placeholders = [n for n in whole.graph.nodes if n.op == "placeholder"]
-    data = {n for n, spec in zip(placeholders, whole.inputs, strict=True) if spec.fill in (None, "empty")}
+    data = {n for n, spec in zip(placeholders, whole.inputs, strict=True) if spec.fill in (None, Fill.EMPTY)}
     free: set[fx.Node] = set()
     for node in whole.graph.nodes:
         if node.op == "output" or node in data:
@@ -202,14 +207,8 @@ def _built(
     for example, values in zip(whole.examples, examples, strict=False):
         complete = whole.signature.complete(example)
         flats.append([*(values[n].contiguous() for n in stage.carried), *(complete[i] for i in used)])
-    piece = Program._build(graph, root, signature, examples=flats, copy_tensors=False)
-    own = {name for name, _ in piece.named_tensors()}
-    piece.__dict__.update(
-        origin={n: p for n, p in program.origin.items() if n in own},
-        companions=dict(program.companions),
-        stored={n: s for n, s in program.stored.items() if n in own},
-        training=program.training,
-    )
+    piece = type(program).build(graph, root, signature, examples=flats, training=program.training)
+    piece.belongings = program.belongings.of_tensors({name for name, _ in piece.named_tensors()})
     return piece
 
 

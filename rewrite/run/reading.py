@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from hcx.rewrite.ir.compiled import compiled
 from hcx.rewrite.ir.control import copy_graph
 from hcx.rewrite.ir.program import Program
 from torch import fx
@@ -27,13 +28,11 @@ def reader(program: Program, graph: fx.Graph, names: list[str]) -> Callable[[lis
     output = graph.output_node()
     output.args = (tuple(by_name[name] for name in names),)
     graph.eliminate_dead_code()
-    code = graph.python_code("self")
-    scope = dict(code.globals)
-    exec(compile(code.src, "<hcx observe>", "exec"), scope)
+    function = compiled(graph, "observe")
 
     def read(inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         with torch.no_grad():
-            return list(scope["forward"](program._root, *inputs))
+            return list(function(program.tree, *inputs))
 
     return read
 

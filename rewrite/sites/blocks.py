@@ -10,15 +10,15 @@ from itertools import groupby
 
 import torch
 from hcx.rewrite.ir.dataflow import Dataflow, is_identity, op_name, private, resolve, value
+from hcx.rewrite.ir.tags import hcx_tag
 from torch import fx
 
-from .residuals import hcx_tag
 from .views import Block, BlockRun, Residual
 
 
 def iteration_of(residual: Residual) -> int:
     """Pass of a loop that a residual belongs to (1 outside loops)."""
-    return hcx_tag(residual.add).get("iteration", 1)
+    return hcx_tag(residual.add).iteration
 
 
 def levels(node: fx.Node) -> list[tuple[str, str]]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from hcx.rewrite.ir.dataflow import WRITES, Dataflow, op_name, resolve, settle, value
+from hcx.rewrite.ir.signature import Fill
+from hcx.rewrite.ir.tags import Part, hcx_tag
 from hcx.rewrite.ir.values import fake_mode_of
 from torch import fx
 
 from .blocks import canonical, find_runs, group, iteration_of, residual_signature
-from .residuals import find_residuals, hcx_tag, other_adds
+from .residuals import find_residuals, other_adds
 from .stages import find_stages
 from .views import Block, Boundary, Carrier, Residual, Sites, Stack, Streams
 
@@ -21,7 +23,7 @@ def find(program) -> Sites:
 def cache_nodes(program) -> set[fx.Node]:
     """Placeholders that hold caches."""
     placeholders = [n for n in program.graph.nodes if n.op == "placeholder"]
-    return {n for n, spec in zip(placeholders, program.inputs, strict=True) if spec.fill == "empty"}
+    return {n for n, spec in zip(placeholders, program.inputs, strict=True) if spec.fill == Fill.EMPTY}
 
 
 def find_in_graph(graph: fx.Graph, caches: set[fx.Node] = frozenset()) -> Sites:
@@ -201,7 +203,7 @@ def _state(flow: Dataflow, blocks: list[Block], groups, i: int) -> fx.Node | Non
     if groups[i][0]:
         return _tail(flow, add, groups[i][0], blocks[i].iteration)
     way = [add, *flow.between(add, blocks[i].exit)] if flow.reaches(add, blocks[i].exit) else [add]
-    return [n for n in way if hcx_tag(n).get("iteration", 1) <= blocks[i].iteration][-1]
+    return [n for n in way if hcx_tag(n).iteration <= blocks[i].iteration][-1]
 
 
 def _tail(flow: Dataflow, add: fx.Node, call: str, iteration: int) -> fx.Node:
@@ -210,7 +212,7 @@ def _tail(flow: Dataflow, add: fx.Node, call: str, iteration: int) -> fx.Node:
     mine: list[fx.Node] = []
     reached = {add}
     for node in flow.nodes[start + 1 :]:
-        if any(o in reached for o in node.all_input_nodes) and hcx_tag(node).get("role") in _OWN_ROLES:
+        if any(o in reached for o in node.all_input_nodes) and hcx_tag(node).part in (None, Part.CONTINUES):
             reached.add(node)
             if value(node) is not None and _inside(node, call, iteration):
                 mine.append(node)
@@ -220,14 +222,10 @@ def _tail(flow: Dataflow, add: fx.Node, call: str, iteration: int) -> fx.Node:
     return add
 
 
-_OWN_ROLES = (None, "mix", "carry", "write")
-"""Roles of inserted nodes that continue a stream; heads, reductions and selections only read it."""
-
-
 def _inside(node: fx.Node, call: str, iteration: int) -> bool:
     return (
         any(key.removeprefix("L__self__") == call for key in node.meta.get("nn_module_stack") or {})
-        and hcx_tag(node).get("iteration", 1) == iteration
+        and hcx_tag(node).iteration == iteration
     )
 
 

@@ -7,25 +7,11 @@ scaled skips, state-space blocks with a skip of their own): see :func:`find_resi
 from __future__ import annotations
 
 from hcx.rewrite.ir.dataflow import ADDS, SCALES, WRITES, Dataflow, live_users, op_name, resolve, shape, value
+from hcx.rewrite.ir.tags import Part, hcx_tag, owner
 from torch import fx
 
 from .kinds import branch_kind
 from .views import Branch, Residual
-
-
-def hcx_tag(node: fx.Node) -> dict:
-    """What an hcx pass recorded on a node."""
-    return node.meta.get("custom", {}).get("hcx", {})
-
-
-def owner(node: fx.Node) -> str:
-    """Module path whose forward the node was written in; empty without metadata."""
-    stack = node.meta.get("nn_module_stack") or {}
-    return list(stack)[-1] if stack else ""
-
-
-_NO_STREAM = ("mix", "head")
-"""Roles of inserted adds that are no residual: mixes of iterations, and copies of blocks that only read out."""
 
 
 def find_residuals(flow: Dataflow) -> list[Residual]:
@@ -38,7 +24,7 @@ def find_residuals(flow: Dataflow) -> list[Residual]:
     found: list[Residual] = []
     taken: set[fx.Node] = set()
     for node in reversed(flow.nodes):
-        if op_name(node) in WRITES and hcx_tag(node).get("role") != "head":
+        if op_name(node) in WRITES and hcx_tag(node).part is not Part.READS:
             found.append(_written(flow, node))
         if node in taken or not _is_candidate(node):
             continue
@@ -57,7 +43,9 @@ def other_adds(flow: Dataflow, residuals: list[Residual]) -> list[fx.Node]:
 
 
 def _is_candidate(node: fx.Node) -> bool:
-    if op_name(node) not in ADDS or len(node.args) < 2 or hcx_tag(node).get("role") in _NO_STREAM:
+    if op_name(node) not in ADDS or len(node.args) < 2:
+        return False
+    if hcx_tag(node).part in (Part.CONTINUES, Part.READS):  # mixes of iterations; copies of blocks that only read out
         return False
     if not all(isinstance(a, fx.Node) for a in node.args[:2]):
         return False

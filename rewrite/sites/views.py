@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from hcx.rewrite.ir.tags import REDUCE, hcx_tag
 from torch import fx
 
 
@@ -93,7 +94,7 @@ class Streams(Carrier):
     def read(self, editor, node: fx.Node) -> fx.Node:
         """The reduced stream: the reduction that the graph already has for this boundary, or a mean."""
         for user in node.users:
-            if user.meta.get("custom", {}).get("hcx", {}).get("role") == "reduce":
+            if hcx_tag(user).word == REDUCE.word:
                 return user
         return editor.reduced_mean(node, self.count)
 

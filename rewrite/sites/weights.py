@@ -148,7 +148,7 @@ def readout_weights(program) -> set[fx.Node]:
 def _names_by_tensor(program) -> dict[str, tuple[str, ...]]:
     """Parameter name -> all names of its tensor."""
     groups: dict[int, list[str]] = {}
-    for name, parameter in program._root.named_parameters(remove_duplicate=False):
+    for name, parameter in program.tree.named_parameters(remove_duplicate=False):
         groups.setdefault(id(parameter), []).append(name)
     return {n: tuple(names) for names in groups.values() for n in names}
 

@@ -36,7 +36,7 @@ def load_file(path: Path, *, trust: bool) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # advice to torch's developers about pickle protocols
             return torch.load(path, map_location="cpu", weights_only=not trust)
-    except Exception as error:  # the reader raises a dozen types; each is one of the cases below
+    except Exception as error:  # noqa: BLE001  torch's reader raises a dozen types; each is one of the cases below
         _explain(path, error, trust)
 
 
@@ -44,7 +44,7 @@ def check_bytes(data: bytes, path: Path, member: str) -> None:
     """Check that a torch.save blob inside an archive needs no code, by loading it under ``weights_only=True``."""
     try:
         torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception as error:
+    except Exception as error:  # torch's reader, as above
         names = _disallowed(io.BytesIO(data), error)
         if names:
             _refuse_code(path, names, f"its member {member}", error)
@@ -90,7 +90,7 @@ def _disallowed(source: Path | io.BytesIO, error: Exception) -> list[str]:
         if isinstance(source, io.BytesIO):
             source.seek(0)
         names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(source))
-    except Exception:  # not a zip, or not a whole one: the message is all there is
+    except Exception:  # noqa: BLE001  not a zip, or not a whole one: the message is all there is
         names = []
     if not names:
         names = re.findall(r"GLOBAL ([\w.]+)", str(error)) if isinstance(error, pickle.UnpicklingError) else []

@@ -70,7 +70,7 @@ def _failure(model: Any, inputs: dict[str, torch.Tensor]) -> str | None:
     try:
         with torch.no_grad():
             model(**inputs)
-    except Exception as error:  # any complaint counts
+    except Exception as error:  # noqa: BLE001  any complaint of the user's model counts
         return first_line(error)
     return None
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hcx.rewrite.errors import HcxError, SourceError
+from hcx.rewrite.errors import HcxError, SourceError, let_through
 
 WEIGHT_SUFFIXES = (".pt", ".pth", ".ckpt", ".bin")
 SUPPORTED = "a Hugging Face folder, .gguf, .pt2, .pt, .pth, .safetensors, .hcx or pkg.mod:factory"
@@ -35,9 +35,10 @@ def wrapped(what: str, where: str, hint: str) -> Iterator[None]:
     """Turn whatever another library raises into a SourceError that keeps its first line."""
     try:
         yield
-    except HcxError:
-        raise
     except Exception as error:  # a foreign library: any type may come, and the cause stays chained
+        let_through(error)
+        if isinstance(error, HcxError):
+            raise
         raise SourceError(f"{what}: {first_line(error)}", where=where, hint=hint) from error
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from hcx.rewrite.errors import SourceError
+from hcx.rewrite.errors import SourceError, let_through
 
 from .checkpoint import check_bytes
 from .files import damaged, first_line
@@ -52,6 +52,7 @@ def _load(path: Path, handle: Any) -> dict[str, torch.export.ExportedProgram]:
                 hint="import the library that defines it, then open the file from Python",
             ) from error
     except Exception as error:  # torch's reader raises many types for one cause: the archive is not as it was saved
+        let_through(error)
         raise damaged(
             path,
             f"torch.export cannot load it ({first_line(error)}); it may be from another torch "
@@ -80,7 +81,7 @@ def _check(path: Path, handle: Any) -> None:
     try:
         reader = PT2ArchiveReader(handle)
         names = reader.get_file_names()
-    except Exception as error:
+    except Exception as error:  # torch's reader, as above
         raise damaged(path, f"its index cannot be read ({first_line(error)})") from error
     for name in names:
         try:

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 from hcx.rewrite.errors import TraceError
-from hcx.rewrite.host.optimiser import drop_values, replace_constants
+from hcx.rewrite.ir.graphs import replace_constants
 from hcx.rewrite.ir.program import Program
+from hcx.rewrite.ir.signature import Fill
 from hcx.rewrite.ir.structure import flatten
 from hcx.rewrite.ir.values import propagate
 from hcx.rewrite.source.stored import Stored
@@ -42,9 +43,10 @@ def trace_lazily(model: torch.nn.Module, kwargs: dict[str, Any], stored: dict[st
             hint="leave out --lazy",
         )
     examples = [_example(program, given)]
-    program.__dict__.update(reference=None, stored=dict(stored), examples=examples)
+    program.reference, program.examples = None, examples
+    program.belongings.stored = dict(stored)
     replace_constants(program.graph, lambda v: CPU if isinstance(v, torch.device) and v.type == "meta" else v)
-    drop_values(program)
+    program.drop_values()
     propagate(program)
     return program
 
@@ -60,10 +62,10 @@ def _example(program: Program, given: dict[str, torch.Tensor]) -> list[torch.Ten
             for axis, size in enumerate(traced.shape):
                 tensor = torch.cat([tensor] * -(-size // tensor.shape[axis]), axis).narrow(axis, 0, size)
             flat.append(tensor.to(spec.dtype).contiguous())
-        elif spec.fill == "positions":
+        elif spec.fill == Fill.POSITIONS:
             start = sizes.get("past", 0)
             row = torch.arange(start, start + traced.shape[-1], dtype=spec.dtype)
             flat.append(row.expand(traced.shape).contiguous())
         else:
-            flat.append(torch.full(traced.shape, int(spec.fill == "ones"), dtype=spec.dtype))
+            flat.append(torch.full(traced.shape, int(spec.fill == Fill.ONES), dtype=spec.dtype))
     return flat

@@ -12,19 +12,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from hcx.rewrite.errors import UsageError
-from hcx.rewrite.ir.control import change_bodies, every_node
+from hcx.rewrite.errors import UsageError, let_through
 from hcx.rewrite.ir.dataflow import op_name
-from torch import fx
+from hcx.rewrite.ir.modes import DROPOUT, EVAL_ONLY, MODES, switch
 from torch._subclasses.schema_check_mode import SchemaCheckMode
 
 from .capture import Call, buffers_kept, invoke, reference_mode
-
-MODES, EVAL_ONLY = "modes", "eval_only"
-"""Keys of ``node.meta``: ``{argument: [eval value, train value]}`` of an op; on the output, why there is no train mode."""
-
-_DROPOUT = {"dropout", "dropout_", "feature_dropout", "alpha_dropout", "feature_alpha_dropout", "native_dropout"}
-_NORM = {"batch_norm": 5, "instance_norm": 5}
 
 _SWITCHES = {"p", "dropout", "dropout_p", "train", "training"}
 """Arguments that follow the mode. Others may differ too, because models ask whether they are being traced."""
@@ -70,7 +63,8 @@ def record_modes(program, reference) -> None:
     try:
         draws, outputs = _run(reference, flat, coin=0.0)
         skips = draws.coins and not all(map(torch.equal, outputs, _run(reference, flat, coin=1.0)[1]))
-    except Exception as error:  # whatever a model raises there, it cannot be trained so
+    except Exception as error:  # noqa: BLE001  whatever a model raises there, it cannot be trained so
+        let_through(error)
         first = (str(error).splitlines() or [""])[0]
         reason = f"the model itself fails in train mode: {type(error).__name__}: {first}"
         program.graph.output_node().meta[EVAL_ONLY] = reason
@@ -91,7 +85,7 @@ def record_modes(program, reference) -> None:
     for node, (_, trained) in zip(nodes, draws.seen, strict=True):
         traced = _arguments(node.target, node.args, node.kwargs)
         changed = {k: [v, trained[k]] for k, v in traced.items() if k in _SWITCHES and v != trained[k]}
-        if changed and not (op_name(node) in _DROPOUT and set(changed) == {"train"}):
+        if changed and not (op_name(node) in DROPOUT and set(changed) == {"train"}):
             node.meta[MODES] = changed
     _compare(program, flat, _run(reference, flat)[1])
 
@@ -104,11 +98,11 @@ def _compare(program, flat: list[torch.Tensor], wanted: list[torch.Tensor]) -> N
         switch(graph, True)
     except UsageError:
         return  # BatchNorm: refused when train mode is asked for
-    program._forget_compiled()
+    program.forget_compiled()
     with _drawing_alike(program.parameters()), torch.no_grad():
         got = program.run_flat([t.clone() for t in flat])
     switch(graph, False)
-    program._forget_compiled()
+    program.forget_compiled()
     for name, one, other in zip(program.output_names, got, wanted, strict=True):
         if one.shape != other.shape or not other.is_floating_point():
             alike = torch.equal(one, other)
@@ -151,39 +145,8 @@ def _drawing_alike(parameters) -> Iterator[None]:
         yield
 
 
-def switch(graph: fx.Graph, train: bool) -> None:
-    """Put a graph into train or eval mode.
-
-    Raises:
-        UsageError: the source model computes something else in train mode than this graph can.
-    """
-    if train:
-        refuse_train(graph)
-    change_bodies(graph, lambda body: switch(body, train))
-    for node in graph.nodes:
-        for name, values in node.meta.get(MODES, {}).items():
-            _set_argument(node, name, values[train])
-        if MODES not in node.meta and op_name(node) in _DROPOUT and len(node.args) >= 3:
-            node.args = (*node.args[:2], train, *node.args[3:])
 
 
-def refuse_train(graph: fx.Graph) -> None:
-    """See :func:`switch`."""
-    for node in every_node(graph):
-        name = op_name(node)
-        if name in _NORM and node.args[_NORM[name]] is not True:
-            stack = list(node.meta.get("nn_module_stack", {}).values())
-            raise UsageError(
-                "this graph was traced in eval mode and BatchNorm computes something else in train mode",
-                where=stack[-1][0] if stack else node.name,
-                hint="train it with frozen statistics in eval mode, as now",
-            )
-    if reason := graph.output_node().meta.get(EVAL_ONLY):
-        raise UsageError(
-            f"this graph has no train mode: {reason}",
-            where="train()",
-            hint="train it in eval mode, without that noise; or turn the noise off in the source model and trace again",
-        )
 
 
 def _draws(target: Any) -> bool:
@@ -203,9 +166,3 @@ def _arguments(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> _Argumen
     }
 
 
-def _set_argument(node: fx.Node, name: str, value: Any) -> None:
-    position = [a.name for a in node.target._schema.arguments].index(name)
-    if position < len(node.args):
-        node.args = (*node.args[:position], value, *node.args[position + 1 :])
-    else:
-        node.kwargs = {**node.kwargs, name: value}

@@ -10,8 +10,11 @@ from collections.abc import Iterable
 
 import torch
 from hcx.rewrite.errors import TraceError
+from hcx.rewrite.ir.aliases import mutated
 from hcx.rewrite.ir.control import Cond, copy_graph
-from hcx.rewrite.ir.mutation import functional, mutated
+from hcx.rewrite.ir.graphs import rename
+from hcx.rewrite.ir.mutation import functional
+from hcx.rewrite.ir.tensors import fetch, set_tensor
 from torch import fx
 
 WRAPPER = "m"
@@ -70,11 +73,6 @@ def strip_prefix(name: str) -> str:
     return "" if name == WRAPPER else name.removeprefix(WRAPPER + ".")
 
 
-def rename(graph: fx.Graph, node: fx.Node, name: str) -> None:
-    """Give a node a readable unique name."""
-    node.name = graph._graph_namespace.create_name(name.replace(".", "_"), None)
-    if node.op == "placeholder":
-        node.target = node.name
 
 
 def _drop_assertions(graph: fx.Graph) -> None:
@@ -153,27 +151,8 @@ def _install(root: torch.nn.Module, module: torch.nn.Module, state: dict[str, to
     return names
 
 
-def fetch(root: torch.nn.Module, name: str) -> torch.Tensor:
-    """Attribute of a module tree by fully qualified name."""
-    value = root
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value
 
 
-def set_tensor(root: torch.nn.Module, name: str, tensor: torch.Tensor, *, persistent: bool = True) -> None:
-    """Register a parameter (or a buffer) at a fully qualified name, creating plain modules on the way."""
-    *path, leaf = name.split(".")
-    for part in path:
-        if part not in root._modules:
-            root.add_module(part, torch.nn.Module())
-        root = root._modules[part]
-    if isinstance(tensor, torch.nn.Parameter):
-        root._parameters[leaf] = tensor
-    else:
-        root._buffers[leaf] = tensor.detach() if tensor.requires_grad else tensor  # the same object keeps its ties
-        if not persistent:
-            root._non_persistent_buffers_set.add(leaf)
 
 
 def _clean_meta(node: fx.Node) -> None:

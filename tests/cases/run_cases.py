@@ -19,8 +19,8 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from hcx.rewrite import trace
 from hcx.rewrite.errors import HcxError
-from hcx.rewrite.tracing.tracer import trace
 from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -70,7 +70,7 @@ class _Override(fx.Interpreter):
     """Runs a graph with some values replaced; remembers the values of some nodes."""
 
     def __init__(self, program: Any, replaced: dict[str, torch.Tensor], wanted: set[str]):
-        super().__init__(program._root, graph=program.graph, garbage_collect_values=False)
+        super().__init__(program.tree, graph=program.graph, garbage_collect_values=False)
         self.replaced, self.wanted, self.seen = replaced, wanted, {}
 
     def run_node(self, node: fx.Node) -> Any:
@@ -244,7 +244,7 @@ class Run:
             need(same, f"exits: row {row} depends on its batch: {reason}")
 
     def save_load(self) -> str:
-        from hcx.rewrite.store.saving import load, save, verify
+        from hcx.rewrite import load, save, verify
 
         with tempfile.TemporaryDirectory() as folder:
             for number, program in enumerate([self.program, *self.rewritten]):

@@ -10,8 +10,8 @@ import math
 
 import sympy
 import torch
-from hcx.export.onnx_direct.emitter import Emitter, Operand
-from hcx.export.onnx_direct.symbols import Unsupported
+from hcx.export.onnx_direct.emitting.emitter import Emitter, Operand
+from hcx.export.onnx_direct.emitting.unsupported import Unsupported
 
 from .activation import masked_softmax
 from .registry import op

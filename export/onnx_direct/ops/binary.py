@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from hcx.export.onnx_direct.emitter import Emitter, Operand
-from hcx.export.onnx_direct.symbols import floor_divide
+from hcx.export.onnx_direct.emitting.emitter import Emitter, Operand
+from hcx.export.onnx_direct.emitting.symbols import floor_divide
 
 from .registry import op
 

@@ -5,8 +5,9 @@ ONNX has no complex arithmetic. What rotary embeddings need is covered: making p
 
 from __future__ import annotations
 
-from hcx.export.onnx_direct.emitter import Emitter, Operand
-from hcx.export.onnx_direct.symbols import Size, Unsupported
+from hcx.export.onnx_direct.emitting.emitter import Emitter, Operand
+from hcx.export.onnx_direct.emitting.symbols import Size
+from hcx.export.onnx_direct.emitting.unsupported import Unsupported
 
 from .registry import op
 from .shape import slice_ as real_slice

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from hcx.export.onnx_direct.emitter import Emitter, Operand
+from hcx.export.onnx_direct.emitting.emitter import Emitter, Operand
 
 from .registry import op
 

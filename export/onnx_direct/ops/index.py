@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from hcx.export.onnx_direct.emitter import Emitter, Operand
-from hcx.export.onnx_direct.symbols import Size, Unsupported
+from hcx.export.onnx_direct.emitting.emitter import Emitter, Operand
+from hcx.export.onnx_direct.emitting.symbols import Size
+from hcx.export.onnx_direct.emitting.unsupported import Unsupported
 
 from .registry import op
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import sympy
 import torch
-from hcx.export.onnx_direct.emitter import Emitter, Operand
-from hcx.export.onnx_direct.symbols import Unsupported
+from hcx.export.onnx_direct.emitting.emitter import Emitter, Operand
+from hcx.export.onnx_direct.emitting.unsupported import Unsupported
 
 from .registry import op
 

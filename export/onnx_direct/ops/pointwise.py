@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
-from hcx.export.onnx_direct.emitter import Emitter, Operand
+from hcx.export.onnx_direct.emitting.emitter import Emitter, Operand
 
 from .registry import op
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hcx.export.onnx_direct.emitter import Emitter, Operand
-from hcx.export.onnx_direct.symbols import Unsupported
+from hcx.export.onnx_direct.emitting.emitter import Emitter, Operand
+from hcx.export.onnx_direct.emitting.unsupported import Unsupported
 
 from .registry import op
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from hcx.export.onnx_direct.emitter import Emitter, Operand
-from hcx.export.onnx_direct.symbols import Unsupported
+from hcx.export.onnx_direct.emitting.emitter import Emitter, Operand
+from hcx.export.onnx_direct.emitting.unsupported import Unsupported
 
 from .registry import op
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from hcx.export.onnx_direct.symbols import Unsupported
+from hcx.export.onnx_direct.emitting.unsupported import Unsupported
 
 RENAMED = {"self": "x", "input": "x"}
 """Schema names that translators spell differently."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sympy
 import torch
-from hcx.export.onnx_direct.emitter import Emitter, Operand
-from hcx.export.onnx_direct.symbols import Size, Unsupported
+from hcx.export.onnx_direct.emitting.emitter import Emitter, Operand
+from hcx.export.onnx_direct.emitting.symbols import Size
+from hcx.export.onnx_direct.emitting.unsupported import Unsupported
 
 from .registry import op
 

@@ -142,10 +142,10 @@ def set_thresholds(program: Program, thresholds: dict[Place, float]) -> Program:
                          hint="infinity never leaves")  # fmt: skip
     new = with_values(program, {exits.tensor(k, "threshold"): torch.tensor([v]) for k, v in thresholds.items()})
     entry = applied(new).entry
-    for site in entry["plan"]["steps"][0]["sites"]:
+    for site in entry.sites:
         if site["detail"]["at"] in thresholds:
             limit = thresholds[site["detail"]["at"]]
             site["detail"]["threshold"] = None if limit == NEVER else float(limit)
-    silent = all(s["detail"]["threshold"] is None for s in entry["plan"]["steps"][0]["sites"])
+    silent = all(s["detail"]["threshold"] is None for s in entry.sites)
     entry["contract"] = to_json(Exact() if silent else Structural())
     return new

@@ -18,16 +18,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from hcx.passes.exits.exits import _depth_of, select
 from hcx.rewrite.edit.editor import Editor
 from hcx.rewrite.edit.regions import Region
 from hcx.rewrite.ir.dataflow import Dataflow, private, shape, value
+from hcx.rewrite.ir.graphs import sort_graph
 from hcx.rewrite.ir.program import Program
 from hcx.rewrite.pipeline.plan import Reason, Skip
-from hcx.rewrite.pipeline.walk import sort_graph
 from hcx.rewrite.sites.finder import cache_nodes
 from hcx.rewrite.sites.views import Stack
 from torch import fx
+
+from .roles import HOLD, PROPAGATE, SELECT, SKIP
+from .selection import depth_of, select
 
 
 def refusal(program: Program, stack: Stack, answer: fx.Node, places: Sequence[int], kv: str | None) -> Skip | None:
@@ -167,7 +169,7 @@ def insert(
     segments = _segments(stack, [e.at for e in entries])
     _asked_heads(program, stack, editor, entries, answer)
     steps = _decide(stack, editor, entries)
-    with editor.after(max(answer, steps[-1].logits, steps[-1].left), role="select"):
+    with editor.after(max(answer, steps[-1].logits, steps[-1].left), role=SELECT):
         chosen = editor.inline(select, steps[-1].left, steps[-1].logits, answer)
     editor.redirect(answer, chosen, only=readers.__contains__)
     boundaries = [b.node for b in stack.boundaries]
@@ -198,7 +200,7 @@ def _asked_heads(program: Program, stack: Stack, editor: Editor, entries: Sequen
             continue
         head = _between(flow, stack.boundary(entry.at).node, [entry.logits]) - needed
         known = set(program.graph.nodes)
-        with editor.after(max(entry.logits, entry.fire), role="skip"):
+        with editor.after(max(entry.logits, entry.fire), role=SKIP):
             quiet = editor.inline(nobody, entry.fire)
             val = value(entry.logits)
             sizes = [editor.size(s) for s in val.shape]
@@ -221,15 +223,15 @@ def _makers(node: fx.Node) -> set[fx.Node]:
 def _decide(stack: Stack, editor: Editor, entries: Sequence) -> list[_Step]:
     steps: list[_Step] = []
     for entry in entries:
-        with editor.after(max(entry.fire, entry.logits, *([steps[-1].done] if steps else [])), role="select"):
+        with editor.after(max(entry.fire, entry.logits, *([steps[-1].done] if steps else [])), role=SELECT):
             if not steps:
                 left, logits = entry.fire, entry.logits
-                depth = editor.inline(_depth_of(entry.at, stack.depth), entry.fire)
+                depth = editor.inline(depth_of(entry.at, stack.depth), entry.fire)
             else:
                 last = steps[-1]
                 left = editor.inline(either, last.left, entry.fire)
                 logits = editor.inline(select, last.left, last.logits, entry.logits)
-                here = editor.inline(_depth_of(entry.at, stack.depth), entry.fire)
+                here = editor.inline(depth_of(entry.at, stack.depth), entry.fire)
                 depth = editor.inline(torch.where, last.left, last.depth, here)
             done = editor.inline(everyone, left)
         steps.append(_Step(entry, entry.fire, left, logits, depth, done))
@@ -241,7 +243,7 @@ def _held(editor: Editor, nodes: list[fx.Node], segments: list[_Segment], steps:
     held = list(nodes)
     for segment, step in zip(segments, steps, strict=True):
         for position in range(segment.start + 1, min(segment.end + 1, len(nodes) - 1)):
-            with editor.after(max(held[position], step.left), role="hold"):
+            with editor.after(max(held[position], step.left), role=HOLD):
                 held[position] = editor.inline(select, step.left, held[segment.start], nodes[position])
             editor.redirect(nodes[position], held[position])
     return held
@@ -258,8 +260,8 @@ def _propagated(
                    if flow.reaches(nodes[position], o) and not flow.reaches(nodes[position + 1], o)]  # fmt: skip
             if own:
                 body = sorted(_between(flow, nodes[position], own))
-                with editor.after(max([step.stream, *own]), role="propagate"):
-                    copies = editor.clone(body, {nodes[position]: step.stream}, role="propagate")
+                with editor.after(max([step.stream, *own]), role=PROPAGATE):
+                    copies = editor.clone(body, {nodes[position]: step.stream}, role=PROPAGATE)
                 step.kept.update({o: copies[o] for o in own})
                 step.copies.append([copies[n] for n in body])
 
@@ -285,7 +287,7 @@ def _branch(
             nxt = steps[number + 1]
             otherwise = [nxt.stream, nxt.left, nxt.logits, nxt.depth, nxt.entry.logits, nxt.entry.score]
             known = set(program.graph.nodes)
-            with editor.after(max(step.stream, step.entry.score), role="skip"):
+            with editor.after(max(step.stream, step.entry.score), role=SKIP):
                 stream = _stand_in(editor, step.stream, nxt.stream)
                 score = editor.inline(unknown, step.entry.score)
             made |= {n for n in program.graph.nodes if n not in known and n.op == "call_function"}

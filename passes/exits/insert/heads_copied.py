@@ -17,6 +17,8 @@ from hcx.rewrite.sites.spans import Span, span_of
 from hcx.rewrite.sites.views import Stack
 from torch import fx
 
+from .roles import HEAD
+
 OWN_CACHE = "keeps keys and values of its own, which a step that leaves earlier or skips it would owe"
 """Why ``head=block`` of a model with a cache is only for the select form as a whole."""
 
@@ -54,7 +56,7 @@ def own_copies(
         for node, name in zip(parameters, names, strict=True)
     }
     derived = [n for n in sorted(static) if n.op != "get_attr" and any(flow.reaches(p, n) for p in parameters)]
-    return editor.clone(derived, mapping, role="head")
+    return editor.clone(derived, mapping, role=HEAD)
 
 
 def _short(names: list[str]) -> list[str]:
@@ -139,7 +141,7 @@ def copied_view(editor: Editor, program: Program, site: str, part: Part, stream:
     outputs = set(program.graph.output_node().args[0])
     for node in part.loop.nodes:  # the stream as its readers take it
         mapping |= {o: stream for o in node.all_input_nodes if o is not stream and resolve(o) is part.entry}
-    editor.clone(part.loop.nodes, mapping, role="head")
+    editor.clone(part.loop.nodes, mapping, role=HEAD)
     editor.add_cache_outputs({n: mapping[n] for n in part.loop.nodes if n in outputs})
     return mapping[part.loop.exit]
 

@@ -8,12 +8,14 @@ import torch
 from hcx.rewrite.edit.editor import Editor
 from hcx.rewrite.ir.dataflow import Dataflow, op_name, value
 from hcx.rewrite.ir.program import Program
+from hcx.rewrite.ir.tags import has_role, hcx_tag, set_tag
 from hcx.rewrite.sites.views import Stack
 from torch import fx
 
 from . import gates, places, sequences
 from .heads import affine_view, classifier, features, pooled
 from .heads_copied import copied_view, last_part, norm_parameters, own_copies, restricted_readout
+from .roles import HEAD, SELECT
 from .scores import CHAINED, FROM_LOGITS, READ_TWICE, cosine, patience, patience_start
 
 NEVER = math.inf
@@ -60,7 +62,7 @@ class Inserted:
         self.valid = earlier.valid if earlier is not None else None
         mask = [valid[0]] if valid is not None else []
         place = max([stream, end, answer, *mask, *([earlier.fire] if builds_on or self.valid is not None else [])])
-        with editor.after(place, role="head", site=f"{stack.label}@{self.at}"):
+        with editor.after(place, role=HEAD, site=f"{stack.label}@{self.at}"):
             self._predict(program, stack, stream, end, answer, detail)
             threshold = NEVER if detail["threshold"] is None else detail["threshold"]
             limit = editor.buffer(
@@ -103,8 +105,9 @@ class Inserted:
             mapping |= own_copies(editor, program, self.site, nodes, lambda t: True)
         if count := detail.get("candidates"):
             self.scored = restricted_readout(editor, program, nodes, mapping, count)
-            self.scored.meta["custom"]["hcx"]["scored"] = f"{editor.number}.{self.at}"
-        self.logits = self.view if not nodes else editor.clone(nodes, dict(mapping), role="head")[never(answer)]
+            tag = hcx_tag(self.scored)
+            set_tag(self.scored, {**tag, "scored": f"{editor.number}.{self.at}"}, tag.part)
+        self.logits = self.view if not nodes else editor.clone(nodes, dict(mapping), role=HEAD)[never(answer)]
         if not count:
             self.scored = self.logits
 
@@ -178,10 +181,9 @@ def readout(program: Program, end: fx.Node, answer: fx.Node) -> list[fx.Node]:
 
 def is_selection(node: fx.Node) -> bool:
     """Whether a node chooses between an exit's value and the later one."""
-    tag = node.meta.get("custom", {}).get("hcx", {})
     return (
         op_name(node) == "where"
-        and (tag.get("pass"), tag.get("role")) == ("exits", "select")
+        and has_role(node, "exits", SELECT)
         and value(node).is_floating_point()  # the depth that a tap reports is selected as well
     )
 

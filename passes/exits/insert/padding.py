@@ -12,7 +12,7 @@ from math import inf
 import torch
 from hcx.rewrite.ir.dataflow import Dataflow, op_name, shape, value
 from hcx.rewrite.ir.program import Program
-from hcx.rewrite.ir.signature import InputSpec
+from hcx.rewrite.ir.signature import Fill, InputSpec
 from hcx.rewrite.run.pieces import is_size
 from hcx.rewrite.run.reading import reader
 from torch import fx
@@ -114,15 +114,15 @@ def find_valid(program: Program, answer: fx.Node, notes: list[str] | None = None
 
 def is_mask(spec: InputSpec) -> bool:
     """Whether an input has one entry a position that says something about it: filled with ones, bool, or called a mask."""
-    if len(spec.shape) != 2 or spec.fill == "empty":
+    if len(spec.shape) != 2 or spec.fill == Fill.EMPTY:
         return False
-    return spec.fill == "ones" or spec.dtype == torch.bool or spec.name.endswith("mask")
+    return spec.fill == Fill.ONES or spec.dtype == torch.bool or spec.name.endswith("mask")
 
 
 def _by_convention(spec: InputSpec) -> bool:
     """Whether ones keep where answers do not tell, e.g. behind a norm over time: Transformers' ``attention_mask``."""
     named = spec.name.split(".")[-1] == "attention_mask" and not spec.dtype.is_floating_point
-    return spec.fill == "ones" or named
+    return spec.fill == Fill.ONES or named
 
 
 def _may_say(spec: InputSpec, node: fx.Node) -> bool:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from hcx.passes.exits.exits import select
+from hcx.passes.exits.insert.selection import select
 from hcx.rewrite.errors import UsageError
 from hcx.rewrite.ir.program import Program
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from hcx.rewrite.driver import rewrite
 from hcx.rewrite.errors import UsageError
 from hcx.rewrite.ir.program import Program
 from hcx.rewrite.ir.signature import CACHE, InputSpec
@@ -37,7 +38,7 @@ class River:
 
     def __init__(self, pieces: Segments, river: Program | str = RIVER):
         self.pieces = pieces
-        made = pieces.program.rewrite(river, check=False) if isinstance(river, str) else river
+        made = rewrite(pieces.program, river, check=False) if isinstance(river, str) else river
         cheap = Segments(made)
         if (cheap.places, cheap.depth) != (pieces.places, pieces.depth):
             raise _misfit(f"it has exits at {cheap.places} of {cheap.depth} blocks, the model at {pieces.places} of "

@@ -11,9 +11,12 @@ from typing import Any
 import torch
 from hcx.rewrite.errors import ContractError, UsageError
 from hcx.rewrite.ir.program import Program
+from hcx.rewrite.ir.signature import Fill
+from hcx.rewrite.run.inputs import check_inputs
 from hcx.rewrite.run.reading import reader
 from hcx.rewrite.store.folders import replace_folder, staging
-from hcx.rewrite.store.saving import load
+from hcx.rewrite.store.loading import load
+from hcx.rewrite.store.saving import save
 
 from .split import Layout, layout_of, split
 
@@ -55,7 +58,7 @@ def save_pieces(program: Program, path: str | os.PathLike, *, overwrite: bool = 
     }
     with staging(target) as folder:
         for entry, piece in zip(description["pieces"], pieces, strict=True):
-            piece.save(folder / entry["file"])
+            save(piece, folder / entry["file"])
         _check(program, layout, [load(folder / entry["file"]) for entry in description["pieces"]])
         (folder / LIST).write_text(json.dumps(description, indent=1))
         replace_folder(folder, target)
@@ -65,7 +68,7 @@ def save_pieces(program: Program, path: str | os.PathLike, *, overwrite: bool = 
 def _described(number: int, piece: Program, program: Program, layout: Layout) -> dict[str, Any]:
     entry: dict[str, Any] = {
         "file": f"piece-{number}.hcx",
-        "takes": [i.name for i in piece.inputs if i.fill != "empty"],
+        "takes": [i.name for i in piece.inputs if i.fill != Fill.EMPTY],
         "gives": [n for n in piece.output_names if not n.startswith("present.")],
     }
     if number < len(layout.places):
@@ -80,7 +83,7 @@ def _check(program: Program, layout: Layout, pieces: list[Program]) -> None:
     for k, (score, logits) in layout.heads.items():
         nodes |= {f"score.{k}": score, f"logits.{k}": logits}
     read = reader(program, layout.graph, list(nodes.values()))
-    for flat in program.check_inputs():
+    for flat in check_inputs(program):
         wanted = read([t.clone() for t in flat])
         known = dict(zip([i.name for i in program.inputs], flat, strict=True))
         for piece in pieces:

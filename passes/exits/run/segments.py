@@ -14,7 +14,7 @@ from hcx.passes.exits.insert.heads_copied import OWN_CACHE
 from hcx.rewrite.errors import UsageError
 from hcx.rewrite.ir.dataflow import Dataflow, op_name, value
 from hcx.rewrite.ir.program import Program
-from hcx.rewrite.ir.signature import CACHE, InputSpec
+from hcx.rewrite.ir.signature import CACHE, Fill, InputSpec
 from hcx.rewrite.run.flops import counter
 from hcx.rewrite.run.pieces import cut
 from torch import fx
@@ -48,7 +48,7 @@ class Piece:
     @property
     def slots(self) -> list[InputSpec]:
         """Inputs that are its cache."""
-        return [s for s in self.program.inputs if s.fill == "empty"]
+        return [s for s in self.program.inputs if s.fill == Fill.EMPTY]
 
     def keep(self, outputs: Named, tokens: int) -> None:
         """Take the cache after a call with so many tokens."""
@@ -167,9 +167,9 @@ class Segments:
         """
         named = {**(piece.cache if cache is None else cache), **{n: given[n] for n in piece.takes}}
         for spec in piece.program.inputs:
-            if spec.fill == "positions":
+            if spec.fill == Fill.POSITIONS:
                 named[spec.name] = positions.contiguous()
-            elif spec.fill == "ones" and spec.shape == ("batch", "past+sequence"):
+            elif spec.fill == Fill.ONES and spec.shape == ("batch", "past+sequence"):
                 named[spec.name] = seen.contiguous()
         flat = piece.program.signature.by_name(named)
         with torch.no_grad(), counter() if self.count else contextlib.nullcontext() as counted:

@@ -18,6 +18,7 @@ from hcx.passes.exits.insert.inserted import NEVER, answer_of
 from hcx.passes.exits.insert.sequences import RULES, choose
 from hcx.rewrite.errors import UsageError
 from hcx.rewrite.ir.dataflow import Dataflow, value
+from hcx.rewrite.ir.history import runs_of
 from hcx.rewrite.ir.program import Program
 from hcx.rewrite.run.flops import counter
 from hcx.rewrite.run.pieces import cut, is_size
@@ -96,7 +97,7 @@ class EncoderExits:
         if program.signature.has_cache:
             raise UsageError("a Program with a cache runs its encoder in every step", where=program.signature.model,
                              hint="trace with cache=False")  # fmt: skip
-        exits = applied(program) if any(e["pass"] == NAME for e in program.history) else None
+        exits = applied(program) if runs_of(program.history, NAME) else None
         if exits is not None and at is None:
             at, stack = exits.places, exits.details[0]["stack"]
         if isinstance(at, int | str) or not all(type(k) is int for k in at or ()):

@@ -12,6 +12,7 @@ from hcx.passes.exits.applied import NAME, applied, never_leaving, without_taps
 from hcx.passes.exits.insert.inserted import answer_of
 from hcx.rewrite.errors import UsageError
 from hcx.rewrite.ir.dataflow import Dataflow
+from hcx.rewrite.ir.history import runs_of
 from hcx.rewrite.ir.program import Program
 from hcx.rewrite.run.pieces import cut
 from hcx.rewrite.sites.finder import cache_nodes, find_in_graph
@@ -75,7 +76,7 @@ def layout_of(program: Program, at: int | Sequence[int] | None = None) -> Layout
     heads: dict[int, tuple[str, str]] = {}
     thresholds: dict[int, str] = {}
     label = None
-    if any(e["pass"] == NAME for e in program.history):
+    if runs_of(program.history, NAME):
         exits = applied(program)
         heads = dict(zip(exits.places, zip(exits.scores, exits.logits, strict=True), strict=True))
         thresholds = {k: exits.tensor(k, "threshold") for k in exits.places}

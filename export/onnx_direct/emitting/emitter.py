@@ -12,7 +12,8 @@ import onnx_ir as ir
 import torch
 
 from .decompose import Known
-from .symbols import Size, Symbols, Unsupported
+from .symbols import Size, Symbols
+from .unsupported import Unsupported
 
 DTYPES: dict[torch.dtype, ir.DataType] = {
     torch.float32: ir.DataType.FLOAT,
@@ -73,7 +74,7 @@ class Emitter:
         self.definitions: Known = {}
         self.outs: tuple[Operand, ...] = ()
         self._known: ChainMap[tuple, tuple[ir.Value, ...]] = ChainMap()
-        self._constants: dict[tuple, ir.Value] = {}
+        self.constants: dict[tuple, ir.Value] = {}
         self._names: dict[str, int] = dict.fromkeys(self._reserved, 1)
 
     @property
@@ -119,11 +120,11 @@ class Emitter:
 
     def array(self, array: np.ndarray) -> ir.Value:
         key = (array.dtype.str, array.shape, array.tobytes())
-        if key not in self._constants:
-            name = f"const.{len(self._constants)}"
+        if key not in self.constants:
+            name = f"const.{len(self.constants)}"
             tensor = ir.tensor(array, name=name)
-            self._constants[key] = self.initializer(name, tensor)
-        return self._constants[key]
+            self.constants[key] = self.initializer(name, tensor)
+        return self.constants[key]
 
     def initializer(self, name: str, tensor: ir.TensorProtocol) -> ir.Value:
         """Register a stored tensor under a name; one that is an input's or output's steps aside."""

@@ -10,6 +10,7 @@ import functools
 from typing import Any
 
 import torch
+from hcx.rewrite.errors import let_through
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
@@ -58,7 +59,8 @@ def _traced(node: fx.Node, arguments: list, structure: Any, tensors: list[int], 
     try:
         with fakes[0].fake_mode, torch.no_grad():
             module = make_fx(torch.func.functionalize(call), decomposition_table=_decompositions())(*fakes)
-    except Exception:  # whatever stops the tracer, the operator stays unknown
+    except Exception as error:  # noqa: BLE001  whatever stops torch's tracer, the operator stays unknown
+        let_through(error)
         return None
     calls = [n for n in module.graph.nodes if n.op == "call_function"]
     return None if any(n.target is node.target for n in calls) else module

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import sympy
 import torch
 
+from .unsupported import Unsupported
+
 if TYPE_CHECKING:
     import onnx_ir as ir
 
@@ -15,8 +17,6 @@ if TYPE_CHECKING:
 Size = int | sympy.Expr
 
 
-class Unsupported(Exception):
-    """The direct emitter has no exact translation; the reason is for the report."""
 
 
 class Symbols:

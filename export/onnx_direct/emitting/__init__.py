@@ -1,0 +1,1 @@
+"""Making ONNX nodes: values, constants, sizes; what has no form says so."""
