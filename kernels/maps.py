@@ -2,7 +2,7 @@
 
 Logits and matrices carry the positions behind: ``[k, ...]`` in, ``[n, n, ...]`` out, ``H[i, j]`` the weight from stream j
 to stream i. All maps are exact closed forms or fixed numbers of steps, in float32 or better, without solvers of a library (they export).
-Sources: methods note on hyper-connections, sections 1.2 to 1.8.
+Sources: docs/sources.md (Hyper-connections).
 """
 
 from __future__ import annotations
@@ -63,7 +63,10 @@ def _scaled(logits: torch.Tensor, steps: int) -> torch.Tensor:
 
 
 class _Implicit(torch.autograd.Function):
-    """Backward of the limit: with A = P * G, dL/dZ = A - u P - v P where ``u + P v = A 1`` and ``P^T u + v = A^T 1``."""
+    """Backward of the limit: with A = P * G, dL/dZ = A - u P - v P where ``u + P v = A 1`` and ``P^T u + v = A^T 1``.
+
+    Source: docs/sources.md, sinkhorn-gradient.
+    """
 
     @staticmethod
     def forward(ctx, logits: torch.Tensor, steps: int) -> torch.Tensor:

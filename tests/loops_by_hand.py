@@ -20,7 +20,7 @@ def rms(x: torch.Tensor, axis: int = -1) -> torch.Tensor:
 def combine(
     mix: str, run: Callable, e: torch.Tensor, first: torch.Tensor, steps: int, a: float, gate: dict | None = None
 ):
-    """The last state of a loop whose first pass is done; methods note on loops, section 2.1.
+    """The last state of a loop whose first pass is done; docs/sources.md, loop-mixing.
 
     Args:
         run: one application of the window.

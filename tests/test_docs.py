@@ -164,3 +164,44 @@ def test_every_option_is_documented():
     real |= {(p.name, alias) for p in own for alias in registry.get(p.name).aliases}
     assert real - told == set(), "options without a line in docs/names.md"
     assert told - real == set(), "docs/names.md names options that no pass has"
+
+
+# ---- sources of equations
+
+CITING = ("rewrite", "kernels", "passes", "export", "cli", "tests", "bench", "examples")
+NO_SOURCE = re.compile(r"methods[\s_]+note|methods\s+\d+\.\d", re.I)
+"""A text outside the repository, which readers do not have."""
+
+
+def cited(text: str) -> tuple[set[str], set[str], int]:
+    """Entries and sections of docs/sources.md that a source file names, and how often it names the page."""
+    page = r"docs/sources\.md"
+    entries = re.findall(page + r",\s+(?:#\s*)?([\w-]+)", text)
+    sections = re.findall(page + r"\s+\(([^)]+)\)", text)
+    return set(entries), {" ".join(s.split()) for s in sections}, len(re.findall(page, text)) - len(entries + sections)
+
+
+def test_citations_are_read_right():
+    page = "docs/" + "sources.md"
+    assert cited(f"Sources: {page}, a-b; {page},\nc. See {page} (D e).") == ({"a-b", "c"}, {"D e"}, 0)
+    assert cited(f"See {page}.") == (set(), set(), 1)
+    assert NO_SOURCE.search("Source: methods\nnote, 1.2") and NO_SOURCE.search("as in methods 2.1")
+
+
+def test_sources_that_are_cited_have_an_entry_and_entries_are_cited():
+    text = (DOCS / "sources.md").read_text(encoding="utf-8")
+    entries, sections = (re.findall(rf"^{mark} (.+)$", text, re.M) for mark in ("###", "##"))
+    assert len(set(entries)) == len(entries)
+    found: set[str] = set()
+    files = {f for folder in CITING for f in (ROOT / folder).rglob("*.py")} - {Path(__file__).resolve()}
+    for file in sorted(files):
+        where, source = file.relative_to(ROOT), file.read_text(encoding="utf-8")
+        names, parts, others = cited(source)
+        assert names <= set(entries), f"{where} cites {names - set(entries)}, no entry of docs/sources.md"
+        assert parts <= set(sections), f"{where} cites {parts - set(sections)}, no section of it"
+        assert not others, f"{where} cites docs/sources.md without an entry or a section"
+        assert not NO_SOURCE.search(source), f"{where} cites a text that is not in the repository"
+        found |= names
+    assert set(entries) == found, "entries of docs/sources.md that no source file cites"
+    pages = [ROOT / "README.md", *(DOCS / page for page in PAGES)]
+    assert not [p.name for p in pages if NO_SOURCE.search(p.read_text(encoding="utf-8"))]

@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "export": {"export", "rewrite", "kernels"},
     "cli": set(FOLDERS),
 }
-"""Design section 2: which of our packages each may import."""
+"""Which of our packages each may import; docs/architecture.md has the same table."""
 THIRD_PARTY = {"kernels": {"torch", "triton", "numpy"}}
 """What else a package may import at all; the others are held by what their extras install."""
 

@@ -19,7 +19,7 @@ def rms(x: torch.Tensor) -> torch.Tensor:
 
 
 def looped_by_hand(model, ids, start, end, steps, mix, a, mask=None) -> torch.Tensor:
-    """Logits with blocks [start, end) run ``steps`` times; methods note 2.1, forms IN, IN-RMS and OUT."""
+    """Logits with blocks [start, end) run ``steps`` times, by three of the forms of docs/sources.md, loop-mixing."""
 
     def middle(block, x):
         def blocks(numbers, state):
@@ -166,7 +166,7 @@ def test_default_window_is_near_the_middle_and_says_what_it_costs(llama):
 
 
 def test_default_window_of_smollm2_starts_after_the_attention_sink(smollm2):
-    """The rms of position 0 jumps in block 11 (methods note 2.2); [12, 16) lies after it."""
+    """The rms of position 0 jumps in block 11 (docs/sources.md, attention-sink); [12, 16) lies after it."""
     (step,) = smollm2.program.plan("looped").steps
     assert (step.sites[0].detail["start"], step.sites[0].detail["end"]) == (12, 16) and not step.notes
     (step,) = smollm2.program.plan("looped{start=10,end=14}").steps

@@ -123,7 +123,7 @@ def test_a_first_layers_value_that_later_blocks_read_is_refused():
 
 
 def test_the_sink_of_smollm2_is_measured_and_windows_that_avoid_it_are_named(smollm2):
-    """Position 0 goes from an rms of 6 to about 1010 in block 11 (methods note 9c)."""
+    """Position 0 goes from an rms of 6 to about 1010 in block 11 (docs/sources.md, attention-sink)."""
     (jump,) = measured_jumps(smollm2.program, smollm2.program.sites().main)
     assert (jump.block, jump.position) == (11, 0)
     with torch.no_grad():
@@ -161,8 +161,8 @@ def test_two_passes_of_the_middle_leave_perplexity_within_a_percent(smollm2, art
 
 
 def test_which_windows_explode(smollm2, article):
-    """The shape of methods note 9c on other text: the middle is harmless, the last blocks and the whole are not,
-    and input mixing explodes where the sink appears inside."""
+    """The middle is harmless, the last blocks and the whole are not, and input mixing explodes where the sink appears
+    inside (docs/sources.md, attention-sink)."""
     text, ratio = article[:256], {}
     base = text_loss(smollm2.program, text)
     for mix, windows in (("output", [(12, 16), (25, 30), (0, 30)]), ("input", [(12, 16), (5, 25), (0, 30)])):

@@ -46,7 +46,7 @@ def test_figures_of_random_matrices_are_those_of_numpy():
 
 
 def test_angles_of_quaternion_pairs_are_sum_and_difference_of_theirs():
-    """Methods note, 1.6: q turns by phi_q, r by phi_r; the rotation has phi_q +- phi_r."""
+    """q turns by phi_q, r by phi_r; the rotation has phi_q +- phi_r (docs/sources.md, ohc)."""
     phi_q, phi_r = torch.tensor([20.0, 70.0, 5.0]).deg2rad(), torch.tensor([3.0, 15.0, 40.0]).deg2rad()
     axis = torch.tensor([2.0, -1.0, 2.0]) / 3
     logits = torch.cat([f(p)[None] * w - o for p in (phi_q, phi_r) for f, w, o in
@@ -124,7 +124,10 @@ def test_spectrum_at_the_edge_of_free_probability():
 
 
 def predicted_edge(variance: float) -> float:
-    """Largest singular value: beyond it G(z) of ``u = 1 - v G, G = u / (u^2 z - 1)`` is real (methods note, section 2)."""
+    """Largest singular value: beyond it G(z) of ``u = 1 - v G, G = u / (u^2 z - 1)`` is real.
+
+    Source: docs/sources.md, random-jacobian.
+    """
     for s in np.linspace(3.0, 1.0, 2001):
         # v u^2 z - ... as a cubic in u: u = 1 - v u / (u^2 z - 1)
         z = s * s
@@ -134,7 +137,9 @@ def predicted_edge(variance: float) -> float:
     raise AssertionError("no edge")
 
 
-def test_condition_of_48_layers_as_in_the_methods_note():
+def test_condition_of_48_layers():
+    """Small for identity and rotations, vast for doubly stochastic mixes (docs/sources.md, random-jacobian)."""
+
     def condition(mixes) -> float:
         values = diagnostics.jacobian_spectrum(mixes, draws=2)
         return torch.log10(values[:, 0] / values[:, -1]).mean().item()

@@ -3,7 +3,7 @@
 A weight ``W[out, in]`` gets ``W + s B A`` with ``A[r, in]``, ``B[out, r]`` and ``s = alpha / r`` (rsLoRA:
 ``alpha / sqrt(r)``). Beside an op the product of the two is never formed; where a weight is not used as a plain matrix
 (experts, convolutions) it is. Sources: Hu et al. 2021, equation 3; Kalajdzievski 2023 for the other scale; initial
-values as PEFT 0.21 draws them (``tuners/lora/layer.py``).
+values as PEFT 0.21 draws them (``tuners/lora/layer.py``); docs/sources.md, lora.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Figures of mixes and streams: what a mix does to n streams, alone and over depth.
 
 ``H[i, j]`` is the weight from stream j to stream i. Mixes come as ``[T, n, n]``, one a position, in float64.
-Sources: methods note on hyper-connections, section 2.
+Sources: docs/sources.md, mix-figures; docs/sources.md, random-jacobian.
 """
 
 from __future__ import annotations
@@ -122,8 +122,9 @@ def jacobian_spectrum(
 ) -> torch.Tensor:
     """Singular values of ``prod_l (H_l (x) I + G_l)`` by Monte Carlo, largest first, ``[draws, n width]``.
 
-    The model that the note compares systems by: each branch has a Gaussian Jacobian, ``G_l`` has entries of variance
-    ``variance / (L N)`` with N = n width, so that all branches together add ``variance``.
+    The model that the paper of JPmHC (arXiv 2602.18308) compares mixers by: each branch has a Gaussian Jacobian,
+    ``G_l`` has entries of variance ``variance / (L N)`` with N = n width, so that all branches together add
+    ``variance``.
 
     Args:
         mixes: L mixes ``[T, n, n]``; each draw takes one position of each.

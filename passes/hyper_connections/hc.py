@@ -1,6 +1,6 @@
 """Residual connections to hyper-connections: the stream becomes n streams with learned reads, mixes and writes.
 
-Normal form (methods note, section 0): ``X_0 = e x``; at each residual ``h = sum_i p_i X_i``, ``y = F(h)``,
+Normal form (docs/sources.md, normal-form): ``X_0 = e x``; at each residual ``h = sum_i p_i X_i``, ``y = F(h)``,
 ``X <- H X + b y``; at the end ``x = sum_i r_i X_i``. F is the original branch with its own norm, untouched.
 """
 

@@ -1,6 +1,6 @@
 """Starts that keep a pretrained model's function, and their symmetry.
 
-A rewritten stream carries ``X_l`` with the invariants of the methods note, section 0.1:
+A rewritten stream carries ``X_l`` with one of three invariants (docs/sources.md, exact-starts):
 R (replicated): all streams equal, ``H 1 = 1``, ``b = 1``, ``sum p = sum r = 1``;
 W (transported, at mixes that are the identity): ``w . e = 1``, ``p = r = w``, ``w . b = 1``;
 M (mean): ``sum e = n``, column sums of H are 1, ``sum b = n``, ``p = r = 1/n``.

@@ -2,7 +2,7 @@
 
 Everything reads taps of a loop with ``readout=steps`` (``looped.1.logits``, ``looped.1.state``, ...) or ``gate=ouro``
 (``looped.gate``) and returns the number of the chosen iteration, from 1 to T, as int64 ``[B, N]``. All iterations have
-run: what is chosen is a depth of prediction. Sources: methods note on loops, section 2.6, with its published defaults.
+run: what is chosen is a depth of prediction. Source: docs/sources.md, loop-halting; defaults as published.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Dense blocks to a loop: a window runs T times with shared weights, mixed by one learned scalar."""
+"""Dense blocks to a loop: a window runs T times with shared weights, mixed by one learned scalar.
+
+Sources: docs/sources.md, loop-mixing; docs/sources.md, loop-caches.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Losses of loops that read out every iteration.
 
 Shapes: T iterations; ``losses [..., T]`` holds the cross entropy of each iteration at each position in nats, ``gates
-[..., T]`` the probability to stop there (the tap ``looped.gate``). All return a scalar. Sources: methods note on loops,
-section 2.3; the smoothed exit loss is a derivation, its published form is not public.
+[..., T]`` the probability to stop there (the tap ``looped.gate``). All return a scalar.
+Source: docs/sources.md, loop-losses; the smoothed exit loss is a derivation, its published form is not public to us.
 """
 
 from __future__ import annotations

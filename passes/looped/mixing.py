@@ -1,7 +1,7 @@
 """How a loop combines its iterations.
 
 A window F of the model runs T times: ``h_1 = F(e)``, then for t = 2..T ``x_t = mix(e, h)``, ``h_t = update(h, F(x_t))``,
-where e is the stream that enters the window and h the result so far. Source: methods note on loops, section 2.1.
+where e is the stream that enters the window and h the result so far. Sources: docs/sources.md, loop-mixing.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ message m is an attention read, by a learned query, over what the blocks of pass
 low-rank maps of ``[h / rms(h); m / rms(m)]``. With both maps at 0 every pass repeats the first, bitwise.
 
 The equations are those of ``inkling2_loop`` in Transformers, which has messages of their own for queries, keys and values
-where this has one a branch.
+where this has one a branch. Source: docs/sources.md, loop-restart.
 """
 
 from __future__ import annotations

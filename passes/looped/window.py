@@ -1,4 +1,4 @@
-"""Which blocks to loop, and whether a window can be looped at all."""
+"""Which blocks to loop, and whether a window can be looped at all. Source: docs/sources.md, attention-sink."""
 
 from __future__ import annotations
 

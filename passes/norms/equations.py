@@ -1,6 +1,6 @@
 """Equations of gated norms. All compute in float32 or wider and return the dtype of their first argument.
 
-Sources: methods note on hyper-connections, sections 1.10 and 1.11.
+Sources: docs/sources.md (Norms and scales).
 """
 
 from __future__ import annotations

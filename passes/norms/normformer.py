@@ -1,4 +1,7 @@
-"""NormFormer: head scales and extra layer norms in the branches. Source: methods note, section 1.11 (Shleifer et al. 2021)."""
+"""NormFormer: head scales and extra layer norms in the branches.
+
+Source: Shleifer et al. 2021, arXiv 2110.09456; docs/sources.md, normformer.
+"""
 
 from __future__ import annotations
 

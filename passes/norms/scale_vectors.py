@@ -1,4 +1,7 @@
-"""Scale vectors beside the matrices of the branches, or in the gains of norms. Source: methods note, section 1.12."""
+"""Scale vectors beside the matrices of the branches, or in the gains of norms.
+
+Source: docs/sources.md, scale-vectors.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
 """SiameseNorm: a second, post-norm stream beside the pre-norm one, with the same blocks.
 
-Published (methods note, section 1.10): ``x <- PN(x)``; ``z = F(IN(x + QN(y)))``; ``x <- x + z / c``; ``y <- y + z`` with
-``c = sqrt(2 (block + 1))``; at the end ``FN(PN(x) + QN(y))``. The second norm around a norm and the ungated x change a
-trained model. Here QN is the model's own norm, IN is left out, and x enters behind a gate a feature that starts at 0:
-``z = F(QN(y) + g x)``, at the end ``QN(y) + g PN(x)``. The stream y is the model's own, untouched.
+Published (Li et al. 2026, arXiv 2602.08064): ``x <- PN(x)``; ``z = F(IN(x + QN(y)))``; ``x <- x + z / c``;
+``y <- y + z`` with ``c = sqrt(2 (block + 1))``; at the end ``FN(PN(x) + QN(y))``. The second norm around a norm and the
+ungated x change a trained model. Here QN is the model's own norm, IN is left out, and x enters behind a gate a feature
+that starts at 0: ``z = F(QN(y) + g x)``, at the end ``QN(y) + g PN(x)``. The stream y is the model's own, untouched.
+
+Source: docs/sources.md, siamese.
 """
 
 from __future__ import annotations

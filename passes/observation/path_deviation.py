@@ -6,7 +6,7 @@ A transition is a token such as "wait" or "but" that was drawn where the model w
     d_t = mean(x_(t-r+1) .. x_t) - mean(x_1 .. x_(t-r)),   0 while t <= r
 
 Once d has been above tau for w tokens in a row, the stop token is forced. The published method is known by its abstract;
-the window r, the floor h and the difference of rates are ours.
+the window r, the floor h and the difference of rates are ours. Source: docs/sources.md, path-deviation.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ Two closed-form statistics of each unit x, over positions with the event (n1) an
     AUROC = P(x1 > x0) + P(x1 = x0) / 2                                                  from ranks
 
 d needs sums only, so all units of all taps are compared in one pass over the inputs; AUROC and a threshold are taken in a
-second pass of the units that d puts in front.
+second pass of the units that d puts in front. Source: docs/sources.md, separating-units.
 """
 
 from __future__ import annotations

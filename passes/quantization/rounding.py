@@ -10,6 +10,7 @@ Zero is always a code, so zeros stay exactly zero, and zeros that fill up the la
 are stored in float16, rounded up (no weight is then outside the range, and ``|w - (q - z) s| <= s / 2`` holds with the
 stored scale); they are float32 for a weight that is too large or too small for float16. A group of zeros has scale 1.
 The product of a code and a float16 scale is exact in float32; it is rounded once, to the dtype of the weight.
+Source: docs/sources.md, round-to-nearest.
 """
 
 from __future__ import annotations

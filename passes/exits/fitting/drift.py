@@ -5,7 +5,7 @@ after an exit at k, predicts the error that tokens leaving there accumulate. Riv
 (``score=cosine``) reaches a threshold and ``e_k`` is within a budget. The second condition does not depend on the token:
 an exit beyond the budget has an infinite threshold.
 
-Source: methods note on exits, section 4.
+Source: Shen and Zou 2026, arXiv 2604.18396; docs/sources.md, river.
 """
 
 from __future__ import annotations

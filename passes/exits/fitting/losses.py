@@ -1,6 +1,6 @@
 """Training losses of exits, over what their taps give: the published ones, as plain functions of tensors.
 
-Source: methods note on exits, section 3.2. ``readings`` are logits in the order of depth, ``[..., C]``: the exits' taps,
+Source: docs/sources.md, exit-losses. ``readings`` are logits in the order of depth, ``[..., C]``: the exits' taps,
 and last the model's own where a loss wants it. ``labels`` are ``[...]``; positions with ``ignore`` count nowhere.
 """
 

@@ -1,4 +1,7 @@
-"""Closed-form fits that exits start from: streaming ridge regression towards the identity, logistic regression."""
+"""Closed-form fits that exits start from: streaming ridge regression towards the identity, logistic regression.
+
+Source: docs/sources.md, exit-fits.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """From scores to thresholds: sequential quantiles, EERO's exponential weights, Learn-then-Test. Plain functions of
 tensors; nothing here knows a Program.
 
-Source: methods note on exits, section 3.3.
+Source: docs/sources.md, exit-thresholds.
 """
 
 from __future__ import annotations

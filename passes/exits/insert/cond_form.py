@@ -8,7 +8,7 @@ With a cache the blocks that a step skips still owe it keys and values. ``kv=pro
 the exit: a position that has left stays as it is, also while others go on, so that a row's keys and values do not depend
 on its batch either, and a step that skips runs the projections to keys and values alone.
 
-Source: methods note on exits, sections 3.4, 4 and 7.
+Sources: docs/sources.md, exit-forms; docs/sources.md, skipped-caches; docs/sources.md, row-batches.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Learned scores: a linear probe of the stream, gates with their cumulated probability, and JEI-DNN's gate.
 
-Source: methods note on exits, section 3.3. Parameters start so that every gate can learn: weights at 0, so that all
+Source: docs/sources.md, learned-scores. Parameters start so that every gate can learn: weights at 0, so that all
 positions are equally sure; no threshold is set at the start, so that nothing leaves.
 """
 

@@ -1,6 +1,6 @@
 """How sure an exit is: one figure a position; larger is surer. Of whole sequences: see :mod:`.sequences`.
 
-Source: methods note on exits, section 3.3. Shares and probabilities lie in [0, 1], and float32 rounding can reach exactly
+Source: docs/sources.md, exit-scores. Shares and probabilities lie in [0, 1], and float32 rounding can reach exactly
 1 (0 for their logarithm), so "never" is a threshold of infinity, not of 1.
 """
 

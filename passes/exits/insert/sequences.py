@@ -1,6 +1,6 @@
 """Exits that whole sequences take: the mean of a score over the positions that count, the surest of all exits.
 
-Source: methods note on exits, sections 3.1 and 3.3 (encoders of speech: entropy of the frames, posterior of the sentence).
+Source: docs/sources.md, sequence-exits (encoders of speech: entropy of the frames, posterior of the sentence).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ For encoders and classifiers, where a row is an input of its own. A row with sev
 until the last of them has left; with ``per=sequence`` they leave together. Each row gives what the select form gives, up to
 the rounding of other batch sizes.
 
-Source: methods note on exits, section 7.
+Source: docs/sources.md, row-batches.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ attends to this one as to any other, in each block. Weights are quantised, witho
 the model's own. Where nobody leaves nothing of the river runs; where everybody leaves at once the model is the one with
 quantised later blocks.
 
-Source: methods note on exits, section 4. The paper's text was not at hand, so this is a reading of its summary.
+Source: Shen and Zou 2026, arXiv 2604.18396; docs/sources.md, river. The paper's text was not at hand, so this is a
+reading of its summary.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ Later tokens attend to keys and values of this one in every block, also in those
 
 Rows of a batch do not depend on each other. A batch goes on while one of its rows does.
 
-Source: methods note on exits, sections 4 and 7.
+Sources: docs/sources.md, skipped-caches; docs/sources.md, row-batches.
 """
 
 from __future__ import annotations

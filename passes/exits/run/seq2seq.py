@@ -3,7 +3,7 @@ keeps the hypothesis of the first exit that is sure of it, or of the surest one.
 
 How sure an exit is of a sentence is the mean log posterior of the tokens that the decoder chose, its end included.
 
-Source: methods note on exits, sections 3.1 and 3.3 (attention encoder-decoders for speech).
+Source: docs/sources.md, sequence-exits (attention encoder-decoders for speech).
 """
 
 from __future__ import annotations

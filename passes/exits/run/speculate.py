@@ -3,7 +3,7 @@
 The text is the model's own greedy text. Blocks before the exit run once a token, drafts included: their streams and caches
 are those that the check goes on from, and what it refuses is taken back.
 
-Source: methods note on exits, section 4 (LayerSkip).
+Source: LayerSkip, Elhoushi et al. 2024, arXiv 2404.16710; docs/sources.md, self-speculation.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Exits in split form: a Program cut at its exits into Programs that a host runs one after the other.
 
-Source: methods note on exits, section 3.4: the simplest form that saves time with caches.
+Source: docs/sources.md, exit-forms: the simplest form that saves time with caches.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ class Head(Mixer):
     ``b = 2 sigmoid(a' l' + c')``, ``H = map(a'' l'' + c'')``.
 
     phi is one matrix ``[2n + k, n C]`` (read, write, mix), starts at 0; gates start at 0.01; biases give the start.
-    Sources: methods note on hyper-connections, section 1.
+    Source: docs/sources.md, stream-head.
     """
 
     learned_mix_gate: ClassVar[bool] = True

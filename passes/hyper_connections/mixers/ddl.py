@@ -1,10 +1,12 @@
 """Deep delta learning: each write also erases what its value channel holds along the branch's direction.
 
-Published (methods note, section 1.9): ``X' = X + beta k (v^T - k^T X)`` with ``k = f / |f|``, X of m value channels. Only
-the direction of f enters, so that no trained branch survives it at any setting. Here, exact at ``s = 0``, ``rho`` as the
-writes of the start: ``X' = X + f rho^T - s beta k (k^T X - v^T)``, which is the delta rule with the target
-``v* = rho |f| / beta + (1 - s) k^T X + s v``. In the normal form that is a write ``b_j`` of f that depends on f:
-``b_j = rho_j - s beta (k . X_j - v_j) / |f|``, with the identity as mix.
+Published (Zhang et al. 2026, arXiv 2601.00417): ``X' = X + beta k (v^T - k^T X)`` with ``k = f / |f|``, X of m value
+channels. Only the direction of f enters, so that no trained branch survives it at any setting. Here, exact at
+``s = 0``, ``rho`` as the writes of the start: ``X' = X + f rho^T - s beta k (k^T X - v^T)``, which is the delta rule
+with the target ``v* = rho |f| / beta + (1 - s) k^T X + s v``. In the normal form that is a write ``b_j`` of f that
+depends on f: ``b_j = rho_j - s beta (k . X_j - v_j) / |f|``, with the identity as mix.
+
+Source: docs/sources.md, ddl.
 """
 
 from __future__ import annotations

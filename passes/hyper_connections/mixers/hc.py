@@ -1,6 +1,6 @@
 """HC: p, H and b are free learned tensors, with ``dynamic`` plus gated functions of the normed streams.
 
-Source: methods note on hyper-connections, section 1.1.
+Source: Zhu et al. 2024, arXiv 2409.19606; docs/sources.md, hc.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""iHC: the mix is the identity, reads and writes are dynamic. Source: methods note, section 1.5."""
+"""iHC: the mix is the identity, reads and writes are dynamic. Source: docs/sources.md, ihc."""
 
 from __future__ import annotations
 

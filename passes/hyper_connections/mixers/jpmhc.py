@@ -1,4 +1,4 @@
-"""JPmHC: softmax routing with a bistochastic, Cayley or Grassmann mix. Source: methods note, section 1.8."""
+"""JPmHC: softmax routing with a bistochastic, Cayley or Grassmann mix. Source: docs/sources.md, jpmhc."""
 
 from __future__ import annotations
 

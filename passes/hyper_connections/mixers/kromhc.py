@@ -1,4 +1,4 @@
-"""KromHC: Kronecker products of small permutation mixtures, doubly stochastic. Source: methods note, section 1.4."""
+"""KromHC: Kronecker products of small permutation mixtures, doubly stochastic. Source: docs/sources.md, kromhc."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""mHC: doubly stochastic mixes by 20 Sinkhorn steps. Source: methods note, section 1.2."""
+"""mHC: doubly stochastic mixes by 20 Sinkhorn steps.
+
+Source: Xie et al. 2025, arXiv 2512.24880; docs/sources.md, mhc.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from torch import fx
 from .base import Head, Site
 
 OFF = -8.0
-"""Static logits off the diagonal: ``|H - I|`` 1e-3 at the start. The note's published start."""
+"""Static logits off the diagonal: ``|H - I|`` 1e-3 at the start. As in the published code of mHC-lite."""
 
 
 def identity_logits(n: int, off: float = OFF) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""mHC-lite: mixtures of all permutations, doubly stochastic without iterations. Source: methods note, section 1.3."""
+"""mHC-lite: mixtures of all permutations, doubly stochastic without iterations. Source: docs/sources.md, mhc-lite."""
 
 from __future__ import annotations
 

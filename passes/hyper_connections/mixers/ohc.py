@@ -1,4 +1,4 @@
-"""oHC: rotations of the streams; at n=4 by a pair of unit quaternions. Source: methods note, section 1.6."""
+"""oHC: rotations of the streams; at n=4 by a pair of unit quaternions. Source: docs/sources.md, ohc."""
 
 from __future__ import annotations
 

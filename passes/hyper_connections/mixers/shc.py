@@ -1,4 +1,7 @@
-"""sHC: ``H = J + Z U diag(tanh s) V^T Z^T``, rows and columns sum to 1, spectral norm 1. Source: methods note, 1.7."""
+"""sHC: ``H = J + Z U diag(tanh s) V^T Z^T``, rows and columns sum to 1, spectral norm 1.
+
+Source: docs/sources.md, shc.
+"""
 
 from __future__ import annotations
 
