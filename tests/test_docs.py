@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from hcx.rewrite import Reason, trace
-from hcx.rewrite.pipeline import registry
+from hcx.rewrite.pipeline.walk import registry
 from hcx.rewrite.testing import conformance, tiny_decoder
 
 ROOT = Path(__file__).resolve().parent.parent
