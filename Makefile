@@ -1,6 +1,7 @@
 # make demo   the main job on a real model, in an environment of its own
 # make test   the whole test suite, in an environment of its own
 # make lint   style
+# make types  type check: strict rooms, and a ratchet for the others
 # make clean  remove environments and outputs
 
 PYTHON ?= python3
@@ -11,7 +12,7 @@ SOURCES := $(shell find rewrite kernels passes export cli -name '*.py')
 PIP := -m pip --disable-pip-version-check --no-input -q
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint types clean
 
 demo: $(DEMO_ENV)/installed
 	$(ONE_THREAD) $(DEMO_ENV)/bin/python -I examples/demo.py demo-output
@@ -21,6 +22,9 @@ test: $(TEST_ENV)/ready .assets/ready
 
 lint: $(TEST_ENV)/ready
 	$(TEST_ENV)/bin/ruff check .
+
+types: $(TEST_ENV)/ready
+	$(TEST_ENV)/bin/python .ci/types.py
 
 # torch comes first and alone: the other packages then find it in place and do not choose another build of it
 $(DEMO_ENV)/ready: pyproject.toml constraints.txt
@@ -52,4 +56,4 @@ $(TEST_ENV)/ready: pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(DEMO_ENV) $(TEST_ENV) .ci-venv .assets build demo-output *.egg-info .hypothesis .ruff_cache
+	rm -rf $(DEMO_ENV) $(TEST_ENV) .ci-venv .assets build demo-output *.egg-info .hypothesis .ruff_cache .types
