@@ -74,7 +74,7 @@ def encoder():
 def trained(steps: int):
     """A Program with an exit behind each block, and its training time in seconds."""
     import torch
-    from hcx.passes.exits.fitting import losses
+    from hcx.passes.exits import losses
     from hcx.rewrite import trace
 
     generator = torch.Generator().manual_seed(0)
@@ -100,8 +100,7 @@ def trained(steps: int):
 def measured(program, data, score: str):
     """Trials on sentences, and the label errors of each row at each exit and the model, ``[K + 1, N]``."""
     import torch
-    from hcx.passes.exits import hypothesis_posterior, measure
-    from hcx.passes.exits.fitting import losses
+    from hcx.passes.exits import hypothesis_posterior, losses, measure
     from hcx.passes.exits.fitting.hypotheses import distance
     from hcx.passes.exits.insert.scores import FROM_LOGITS
     from hcx.passes.exits.insert.sequences import averaged

@@ -98,8 +98,7 @@ class Log:
 def main(windows: int) -> int:
     """Print the figures; 1 where a bar is missed."""
     import torch
-    from hcx.passes.exits import exit_costs, token_batches
-    from hcx.passes.exits.fitting import fit
+    from hcx.passes.exits import exit_costs, fit, token_batches
     from hcx.rewrite import trace
 
     torch.set_num_threads(1)

@@ -22,9 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import torch
 from exits_frontier import LENGTH, Log, texts
-from hcx.passes.exits import Decoder, token_batches
-from hcx.passes.exits.fitting import fit
-from hcx.passes.exits.run import speculate
+from hcx.passes.exits import Decoder, fit, speculate, token_batches
 from hcx.rewrite import trace
 from hcx.rewrite.run.generation import greedy
 

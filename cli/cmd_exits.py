@@ -44,8 +44,8 @@ def fit(
     if not 0 <= ridge < math.inf:
         raise UsageError(f"--ridge {ridge:g} is no penalty", where="--ridge", hint="finite and at least 0, e.g. 1e-3")
     program, target, started = *_open(artefact, output, overwrite, weights, progress), time.perf_counter()
+    from hcx.passes.exits import fit as fit_exits
     from hcx.passes.exits import token_batches
-    from hcx.passes.exits.fitting import fit as fit_exits
 
     batches = token_batches(program, _tokens(program, text), length)
     progress(f"fitting on {len(batches)} windows of {length} tokens")
@@ -93,8 +93,8 @@ def calibrate(
     if method not in ("eero", "quantile"):
         raise UsageError(f"there is no method {method!r}", where="--method", hint="eero or quantile")
     program, target, started = *_open(artefact, output, overwrite, weights, progress), time.perf_counter()
+    from hcx.passes.exits import calibrate as calibrate_exits
     from hcx.passes.exits import token_batches
-    from hcx.passes.exits.fitting import calibrate as calibrate_exits
 
     ids = _tokens(program, text)
     mine = token_batches(program, ids, length)

@@ -213,7 +213,7 @@ def _in_pieces(
     """All ids, and what the run took; operations are counted in a second run, so that the seconds are those of the first."""
     import torch
     from hcx.passes.exits import Decoder
-    from hcx.passes.exits.run import speculate as speculated
+    from hcx.passes.exits import speculate as speculated
 
     pieces = Decoder(decoder.program, kv or "recompute", river=river)
     prompt = torch.tensor([ids])

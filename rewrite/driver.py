@@ -9,6 +9,7 @@ from .check.measuring import is_meta
 from .check.suite import Checker, Progress, required
 from .collection import young_only
 from .edit.editor import Editor
+from .errors import HcxError
 from .ir.copies import copied
 from .ir.fingerprint import fingerprint
 from .ir.fork import fork
@@ -65,13 +66,18 @@ class _Rewriting:
         self.base, self.allow_partial, self.say = program, allow_partial, say
         self.new = Subject.over(fork(program))
         self.new.adopt(copied(self.new.tree))  # before any pass runs: none can reach the caller's tensors
+        self.done: list[str] = []
         self.base_print = fingerprint(program)
         self.checker = Checker(program, self.new, say) if check and not is_meta(program) else None
 
     def run(self, what: Any) -> Any:
         """See :func:`rewrite`."""
         self.say("planning and applying")
-        walk(self.new, what, self.seen)
+        try:
+            walk(self.new, what, self.seen)
+        except HcxError as error:
+            error.after = tuple(self.done)
+            raise
         if self.checker is not None:
             self.say("checking the whole pipeline")
             promised = [contracts.from_json(e.contract) for e in self.new.history]
@@ -103,3 +109,4 @@ class _Rewriting:
         elif self.new.stored:
             self.say(f"checking the graph of {step.name}")
             entry["checks"] = [c.to_json() for c in required([check_shapes(self.new, self.base)])]
+        self.done.append(str(step))

@@ -29,6 +29,9 @@ class HcxError(Exception):
         where: module path, file, argument or source line concerned.
         hint: what the user can do.
 
+    Attributes:
+        after: passes of the same pipeline that had run before, with their options.
+
     >>> print(HcxError("no model", where="a.pt", hint="pass a folder"))
     no model
       where: a.pt
@@ -40,16 +43,19 @@ class HcxError(Exception):
     def __init__(self, what: str, *, where: str | None = None, hint: str | None = None):
         super().__init__(what)
         self.what, self.where, self.hint = what, where, hint
+        self.after: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [self.what]
         if self.where:
             lines.append(f"  where: {self.where}")
+        if self.after:
+            lines.append(f"  after: {', '.join(self.after)}")
         if self.hint:
             lines.append(f"  try:   {self.hint}")
         return "\n".join(lines)
 
-    def as_dict(self) -> dict[str, str | int | None]:
+    def as_dict(self) -> dict[str, str | int | list[str] | None]:
         """The form printed by ``--json``."""
         return {
             "error": type(self).__name__,
@@ -57,6 +63,7 @@ class HcxError(Exception):
             "what": self.what,
             "where": self.where,
             "try": self.hint,
+            **({"after": list(self.after)} if self.after else {}),
         }
 
 

@@ -219,8 +219,11 @@ def test_a_lie_in_the_middle_of_a_pipeline_is_caught_and_the_program_stays(net):
     before, state = text(net.graph), copy.deepcopy(net.state_dict())
     x = torch.randn(2, 3, 8)
     expected = net(x)
-    with pytest.raises(ContractError, match="contract of test"):
+    with pytest.raises(ContractError, match="contract of test") as caught:
         net.rewrite(["looped{start=1,end=3}", Adds(), "exits{at=[3]}"])
+    (done,) = caught.value.after
+    assert done.startswith("looped{start=1,end=3") and f"after: {done}" in str(caught.value)
+    assert caught.value.as_dict()["after"] == [done]
     assert text(net.graph) == before and not net.history and not net.origin
     assert all(torch.equal(t, state[n]) for n, t in net.state_dict().items())
     assert torch.equal(net(x), expected)

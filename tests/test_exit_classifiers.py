@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from hcx.passes.exits import exit_costs, measure, set_thresholds
+from hcx.passes.exits import calibrate, exit_costs, fit, measure, set_thresholds
 from hcx.passes.exits.applied import with_values
-from hcx.passes.exits.fitting import calibrate, fit
 from hcx.passes.exits.fitting.ridge import softmax_regression
 from hcx.rewrite import trace
 from torch import nn

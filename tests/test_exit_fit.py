@@ -8,8 +8,7 @@ import math
 import pytest
 import torch
 from hcx.cli.main import main
-from hcx.passes.exits import exit_costs, measure, set_thresholds, token_batches
-from hcx.passes.exits.fitting import calibrate, fit
+from hcx.passes.exits import calibrate, exit_costs, fit, measure, set_thresholds, token_batches
 from hcx.passes.exits.fitting.ridge import Ridge, logistic, softmax_regression
 from hcx.passes.exits.fitting.rules import (
     exponential_weights,

@@ -7,8 +7,7 @@ from itertools import groupby, product
 
 import pytest
 import torch
-from hcx.passes.exits import error_rate, hypothesis_posterior, spelled
-from hcx.passes.exits.fitting import losses
+from hcx.passes.exits import error_rate, hypothesis_posterior, losses, spelled
 from hcx.passes.exits.insert.sequences import choose
 from hcx.rewrite import UsageError
 from torch.nn import functional as F

@@ -6,7 +6,7 @@ from math import log
 
 import pytest
 import torch
-from hcx.passes.exits.fitting import losses
+from hcx.passes.exits import losses
 from torch.nn import functional as F
 
 LABELS = torch.tensor([[0, 1, losses.IGNORE]])

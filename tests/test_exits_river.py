@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 from hcx.passes import Exits
-from hcx.passes.exits import Decoder, River, set_thresholds, token_batches, within_budget
-from hcx.passes.exits.fitting import drift
+from hcx.passes.exits import Decoder, River, drift, set_thresholds, token_batches, within_budget
 from hcx.rewrite import NoMatchError, UsageError, load, trace
 from hcx.rewrite.run.generation import greedy
 from torch.nn import functional as F

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from hcx.passes import Exits
-from hcx.passes.exits import Decoder, sampler
-from hcx.passes.exits.run import speculate
+from hcx.passes.exits import Decoder, sampler, speculate
 from hcx.rewrite import NoMatchError, UsageError, trace
 from hcx.rewrite.run.generation import greedy
 from hcx.rewrite.testing import tiny_decoder

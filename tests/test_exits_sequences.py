@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 import torch
 from hcx.passes import Exits
-from hcx.passes.exits import Compact, exit_costs, measure, set_thresholds
-from hcx.passes.exits.fitting import calibrate, fit, losses
+from hcx.passes.exits import Compact, calibrate, exit_costs, fit, losses, measure, set_thresholds, split
 from hcx.passes.exits.insert.padding import find_valid
 from hcx.passes.exits.insert.sequences import averaged
-from hcx.passes.exits.run import split
 from hcx.rewrite import NoMatchError, UsageError, load, trace
 from torch import nn
 from torch.nn import functional as F

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hcx.passes.exits import set_thresholds
-from hcx.passes.exits.fitting import calibrate, fit
+from hcx.passes.exits import calibrate, fit, set_thresholds
 from hcx.rewrite import NoMatchError, UsageError, load, trace
 from hcx.rewrite.ir.aliases import mutated
 from torch.utils.flop_counter import FlopCounterMode

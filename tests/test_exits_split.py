@@ -9,8 +9,7 @@ import torch
 from hcx.cli.main import main
 from hcx.export import OnnxSession, to_onnx
 from hcx.passes import Exits
-from hcx.passes.exits import save_pieces, set_thresholds
-from hcx.passes.exits.run import split
+from hcx.passes.exits import save_pieces, set_thresholds, split
 from hcx.rewrite import ContractError, PlanError, UsageError, load, trace
 from hcx.rewrite.run.pieces import cut
 from hcx.rewrite.testing import tiny_decoder

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hcx.passes.exits import token_batches
+from hcx.passes.exits import calibrate, fit, losses, token_batches
 from hcx.passes.exits.applied import applied
-from hcx.passes.exits.fitting import calibrate, fit, losses
 from hcx.rewrite import UsageError, load
 from hcx.rewrite.run.generation import decode
 

@@ -1,6 +1,7 @@
 """Early exits: the pass, fitting, calibrating and costing what it inserted, losses, and running it in pieces."""
 
 from .exits import Exits
+from .fitting import losses
 from .fitting.calibrate import Calibration, calibrate, set_thresholds
 from .fitting.costs import Costs, exit_costs
 from .fitting.drift import Drift, drift, within_budget
@@ -39,6 +40,7 @@ __all__ = [
     "exit_costs",
     "fit",
     "hypothesis_posterior",
+    "losses",
     "measure",
     "sampler",
     "save_pieces",
