@@ -132,7 +132,7 @@ def describe(opened: Opened, sites: Sites) -> dict[str, Any]:
         "taps": program.taps,
         "tied": program.tied_groups(),
         "stacks": [_stack(s, sites.main is s, names) for s in sites.stacks],
-        "other_adds": [_place(n) for n in sites.other_adds],
+        "other_adds": [{**_place(n), "rule": sites.rejected[n].value} for n in sites.other_adds],
         "history": program.history,
     }
 

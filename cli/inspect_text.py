@@ -123,7 +123,7 @@ def _other_adds(adds: list[dict[str, Any]]) -> list[str]:
     if not adds:
         return ["every add of two full tensors is a residual"]
     return [f"adds that are no residual: {len(adds)}"] + [
-        f"  {a['node']}  {a['module']}  {a['source']}".rstrip() for a in adds
+        f"  {a['node']}  {a['module']}  {a['source']}".rstrip() + f": {a['rule']}" for a in adds
     ]
 
 

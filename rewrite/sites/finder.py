@@ -11,7 +11,7 @@ from torch import fx
 from .blocks import canonical, find_runs, group, iteration_of, residual_signature
 from .residuals import find_residuals, other_adds
 from .stages import find_stages
-from .views import Block, Boundary, Carrier, Residual, Sites, Stack, Streams
+from .views import Block, Boundary, Carrier, Residual, Rule, Sites, Stack, Streams
 
 
 def find(program) -> Sites:
@@ -30,14 +30,30 @@ def find_in_graph(graph: fx.Graph, caches: set[fx.Node] = frozenset()) -> Sites:
     """The same for a bare graph (values need ``meta['val']``; module stacks are optional)."""
     flow = Dataflow(graph)
     residuals = find_residuals(flow)
-    trunks = _without_inner(flow, [_without_nested(flow, _without_previews(t)) for t in _trunks(flow, residuals)])
+    trunks, rejected = _chosen(flow, _trunks(flow, residuals))
     kept = [r for trunk in trunks for r in trunk]
     stacks = [_stack(flow, trunk, caches, number) for number, trunk in enumerate(trunks)]
     stacks = _main_last(flow, graph, stacks)
     if not stacks:
         stacks = find_stages(flow, graph)
     _address_branches(stacks)
-    return Sites(stacks, kept, other_adds(flow, kept))
+    others = other_adds(flow, kept)
+    return Sites(stacks, kept, others, {add: rejected.get(add, Rule.NO_WEIGHT) for add in others})
+
+
+def _chosen(flow: Dataflow, trunks: list[list[Residual]]) -> tuple[list[list[Residual]], dict[fx.Node, Rule]]:
+    """The chains that are streams of the model, and the adds of the others with the rule that took them out."""
+    rejected: dict[fx.Node, Rule] = {}
+    kept = []
+    for trunk in trunks:
+        plain = _without_previews(trunk)
+        left = _without_nested(flow, plain)
+        rejected |= {r.add: Rule.PREVIEW for r in trunk if r not in plain}
+        rejected |= {r.add: Rule.NESTED for r in plain if r not in left}
+        kept.append(left)
+    inner = _inner(kept)
+    rejected |= {r.add: rule for number, rule in inner.items() for r in kept[number]}
+    return [trunk for number, trunk in enumerate(kept) if number not in inner], rejected
 
 
 def _trunks(flow: Dataflow, residuals: list[Residual]) -> list[list[Residual]]:
@@ -117,21 +133,22 @@ def _without_nested(flow: Dataflow, trunk: list[Residual]) -> list[Residual]:
     return trunk
 
 
-def _without_inner(flow: Dataflow, trunks: list[list[Residual]]) -> list[list[Residual]]:
-    """Drop chains that live inside a branch of a chain at least as long, and long skips around a longer chain."""
+def _inner(trunks: list[list[Residual]]) -> dict[int, Rule]:
+    """Chains that live inside a branch of a chain at least as long, and long skips around a longer chain."""
     branches = [(len(t), number, {n for r in t for b in r.branches for n in b.body}) for number, t in enumerate(trunks)]
-    kept = []
+    found = {}
     for number, trunk in enumerate(trunks):
         nodes = {r.add for r in trunk}
-        inner = any(n != number and nodes <= body and length >= len(trunk) for length, n, body in branches)
         around = [
             other
             for n, other in enumerate(trunks)
             if n != number and {r.add for r in other} <= branches[number][2] and len(other) > len(trunk)
         ]
-        if not inner and not around:
-            kept.append(trunk)
-    return kept
+        if any(n != number and nodes <= body and length >= len(trunk) for length, n, body in branches):
+            found[number] = Rule.INNER
+        elif around:
+            found[number] = Rule.AROUND
+    return found
 
 
 def _stack(flow: Dataflow, trunk: list[Residual], caches: set[fx.Node], number: int) -> Stack:

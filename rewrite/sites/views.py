@@ -6,6 +6,7 @@ These objects are views; they hold nodes and are made anew for each graph. What 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import StrEnum
 
 from hcx.rewrite.ir.tags import REDUCE, hcx_tag
 from torch import fx
@@ -177,13 +178,29 @@ class Stack:
         return places[-1 if last else 0]
 
 
+class Rule(StrEnum):
+    """Why an add of two full tensors is no residual of a stack."""
+
+    NO_WEIGHT = "no weight leads from one term to the other one"
+    PREVIEW = "only a branch of the same stream reads this sum"
+    NESTED = "it lies in a branch of its own stream"
+    INNER = "its chain lies in a branch of a chain that is no shorter"
+    AROUND = "it skips around a longer chain"
+
+
 @dataclass
 class Sites:
-    """Everything found in a graph."""
+    """Everything found in a graph.
+
+    Attributes:
+        other_adds: adds of two full tensors that are no residual.
+        rejected: each of them -> the rule that says so.
+    """
 
     stacks: list[Stack]
     residuals: list[Residual]
     other_adds: list[fx.Node]
+    rejected: dict[fx.Node, Rule] = field(default_factory=dict)
 
     def branches(self) -> list[Branch]:
         """Every residual branch of every stack, in order."""
