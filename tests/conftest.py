@@ -142,15 +142,33 @@ def svhn() -> tuple[Any, Any, torch.Tensor, list[int]]:
     return net, trace(net, (digits,)), digits, labels
 
 
+TRAINED = ("smollm2", "minilm", "face", "svhn")
+LONGEST: tuple[str, ...] = ()
+"""Groups that take longest, in the order in which they are handed out; one that came last would run alone."""
+
+
+def group_of(item: pytest.Item) -> str:
+    """Name of what goes to a worker in one piece: the tests of a trained net, else what is marked, else the file."""
+    parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    names = {*getattr(item, "fixturenames", ()), *map(str, parameters)}
+    marked = item.get_closest_marker("xdist_group")
+    return next((n for n in TRAINED if n in names), marked.args[0] if marked else item.path.stem)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.option.loadscopereorder = False  # xdist would hand out the groups with most tests first
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests of one trained net go to one worker under ``--dist loadgroup``, so that it is loaded once."""
-    grouped = config.pluginmanager.hasplugin("xdist")
-    for item in items:
-        parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
-        for name in {*getattr(item, "fixturenames", ()), *map(str, parameters)} & {"smollm2", "minilm", "face", "svhn"}:
+    """Under ``--dist loadgroup`` what tests share is made once: a trained net is loaded, a model of a file is traced."""
+    grouped, places = config.pluginmanager.hasplugin("xdist"), {name: place for place, name in enumerate(LONGEST)}
+    groups = {item: group_of(item) for item in items}
+    for item, group in groups.items():
+        if group in TRAINED:
             item.add_marker(pytest.mark.slow)
-            if grouped:
-                item.add_marker(pytest.mark.xdist_group(name))
+        if grouped and item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: places.get(groups[item], len(places)))
 
 
 @pytest.fixture

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import cache
 
 import pytest
 import torch
 from hcx.passes.quantization.quantize import dequantised
-from hcx.rewrite import ExportError, load, trace
+from hcx.rewrite import ExportError, load
 from hcx.rewrite.registry import passes
 
-from tests.zoo import build
+from tests import zoo
 
 NEAR, FAR = 1e-4, 1e-3
 Branch = tuple[Callable, Callable]
@@ -87,10 +86,9 @@ def t5(model, source: torch.Tensor, ids: torch.Tensor, run: Run) -> torch.Tensor
     return run(blocks, inner.shared(ids), lambda h: inner.lm_head(inner.decoder.final_layer_norm(h) * scale))
 
 
-@cache
 def traced(name: str):
-    model, args, kwargs = build(name)
-    return model, args, trace(model, args, kwargs)
+    model, args, _, program = zoo.traced(name)
+    return model, args, program
 
 
 def randomise(program, seed: int = 5, spread: float = 0.3) -> None:

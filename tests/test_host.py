@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copy
-from functools import cache
 
 import pytest
 import torch
-from hcx.rewrite import trace
 from hcx.rewrite.errors import UsageError
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tests.zoo import ZOO, available, build
+from tests.zoo import ZOO, available, traced
 
 NAMES = [name for name in available(traceable=True) if not ZOO[name].assets]
 
@@ -52,7 +50,7 @@ SAMPLE = {
 """One of each kind; the other models are in the full matrix."""
 
 EACH = [
-    pytest.param(name, marks=[pytest.mark.xdist_group(f"host-{name}"), *([] if name in SAMPLE else [pytest.mark.full])])
+    pytest.param(name, marks=[pytest.mark.xdist_group(f"zoo-{name}"), *([] if name in SAMPLE else [pytest.mark.full])])
     for name in NAMES
 ]
 
@@ -63,12 +61,6 @@ def plain_encoders():
     torch.backends.mha.set_fastpath_enabled(False)
     yield
     torch.backends.mha.set_fastpath_enabled(fast)
-
-
-@cache
-def traced(name: str):
-    model, args, kwargs = build(name)
-    return model, args, kwargs, trace(model, args, kwargs)
 
 
 def changed(value, change):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from hcx.passes import Looped
-from hcx.rewrite import UsageError, load, trace
+from hcx.rewrite import UsageError, load
 
 from tests import loops_by_hand, zoo
 
@@ -22,8 +22,8 @@ def traced():
 
     def of(name: str):
         if name not in made:
-            model, args, kwargs = zoo.ZOO[name].build()
-            made[name] = (model, trace(model, args, kwargs), [(args, kwargs), zoo.ZOO[name].other()])
+            model, args, kwargs, program = zoo.traced(name)
+            made[name] = (model, program, [(args, kwargs), zoo.ZOO[name].other()])
         return made[name]
 
     return of
