@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import os
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from tests import assets, trained_nets
+from tests import assets, fresh, trained_nets
 
 if (_folder := assets.dist()) is not None:
     os.environ["HCX_DIST"] = str(_folder)  # the zoo looks there
@@ -153,6 +154,46 @@ def group_of(item: pytest.Item) -> str:
     names = {*getattr(item, "fixturenames", ()), *map(str, parameters)}
     marked = item.get_closest_marker("xdist_group")
     return next((n for n in TRAINED if n in names), marked.args[0] if marked else item.path.stem)
+
+
+def content_of(value: Any) -> Any:
+    """Something hashable that is equal for equal tensors, models and containers of them."""
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), tuple(value.shape), value.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
+    if isinstance(value, torch.nn.Module):
+        return type(value), str(getattr(value, "config", None)), repr(value), value.training, content_of(value.state_dict())
+    if isinstance(value, dict):
+        return tuple((key, content_of(item)) for key, item in value.items())
+    return tuple(map(content_of, value)) if isinstance(value, (tuple, list)) else repr(value)
+
+
+@pytest.fixture(scope="session")
+def traces() -> dict:
+    return {}
+
+
+@pytest.fixture(scope="module")
+def traced_once(traces):
+    """Commands that open a model that was opened before, with the same example, get a copy of its Program.
+
+    So does the conformance kit; the processes in which it replays a plan are forks of one that has imported torch.
+    """
+    import hcx.rewrite
+    import hcx.rewrite.testing
+
+    real = hcx.rewrite.trace
+
+    def trace(model, args=(), kwargs=None, **options):
+        key = content_of((model, args, kwargs or {}, options))
+        if key not in traces:
+            traces[key] = real(model, args, kwargs, **options)
+        return copy.deepcopy(traces[key])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hcx.rewrite, "trace", trace)
+        patch.setattr(hcx.rewrite.testing, "trace", trace)
+        patch.setattr(hcx.rewrite.testing, "subprocess", SimpleNamespace(run=fresh.run))
+        yield
 
 
 def pytest_configure(config: pytest.Config) -> None:

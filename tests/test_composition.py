@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
@@ -229,9 +230,16 @@ PIPELINES = {
     "all five": f"hc,{LOOP},{EXITS},lora{{rank=4}},quantize",
 }
 NETS = {"llama": llama, "vit": vit, "t5": t5}
-CASES = [(net, key) for net in NETS for key in PIPELINES]
+WIDE = ("hc,looped", "hc,exits", "looped,exits", "all five")
+"""Pipelines for every net; the others are for the Llama, and for all in the full matrix."""
+CASES = [
+    pytest.param(net, key, marks=[] if net == "llama" or key in WIDE else [pytest.mark.full])
+    for net in NETS
+    for key in PIPELINES
+]
 
 
+@cache
 def rewritten(net: str, key: str):
     """Model, arguments, the Program away from neutral, and what it must give."""
     model, args, program = traced(net)
