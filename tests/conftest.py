@@ -200,6 +200,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.option.loadscopereorder = False  # xdist would hand out the groups with most tests first
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the marks in the same hook
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Under ``--dist loadgroup`` what tests share is made once: a trained net is loaded, a model of a file is traced."""
     grouped, places = config.pluginmanager.hasplugin("xdist"), {name: place for place, name in enumerate(LONGEST)}

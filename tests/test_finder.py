@@ -15,8 +15,24 @@ from torch.utils._pytree import tree_leaves, tree_map
 from tests.conftest import tiny_llama, token_ids
 from tests.zoo import ZOO, available, build, traced
 
+LIKE = {
+    **dict.fromkeys(["qwen3", "granite", "olmo", "starcoder2", "phi3"], ["llama"]),
+    **dict.fromkeys(["gptj", "phi", "falcon"], ["gpt_neox", "cohere"]),  # parallel branches
+    "qwen3_moe": ["mixtral"],
+    "gemma3": ["gemma2", "gemma3_mixed"],
+    "mamba": ["mamba2", "jamba"],
+    "bamba": ["mamba2", "jamba"],
+    "falcon_h1": ["mamba2", "cohere"],  # state space and attention as parallel branches
+    "pegasus": ["bart"],
+    "t5gemma": ["t5", "gemma2"],
+    "electra": ["bert"],
+    "hubert": ["wav2vec2"],
+    "deit": ["vit"],
+}
+"""Models that the finder sees as it sees those named here; their structure is counted in the full matrix."""
+
 NAMES = [
-    pytest.param(name, marks=pytest.mark.xdist_group(f"zoo-{name}"))
+    pytest.param(name, marks=[pytest.mark.xdist_group(f"zoo-{name}"), *([pytest.mark.full] if name in LIKE else [])])
     for name in available(traceable=True)
     if not ZOO[name].assets
 ]
