@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import os
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from tests import assets, trained_nets
+from tests import assets, fresh, trained_nets
 
 if (_folder := assets.dist()) is not None:
     os.environ["HCX_DIST"] = str(_folder)  # the zoo looks there
@@ -142,15 +143,74 @@ def svhn() -> tuple[Any, Any, torch.Tensor, list[int]]:
     return net, trace(net, (digits,)), digits, labels
 
 
+TRAINED = ("smollm2", "minilm", "face", "svhn")
+LONGEST: tuple[str, ...] = ()
+"""Groups that take longest, in the order in which they are handed out; one that came last would run alone."""
+
+
+def group_of(item: pytest.Item) -> str:
+    """Name of what goes to a worker in one piece: the tests of a trained net, else what is marked, else the file."""
+    parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    names = {*getattr(item, "fixturenames", ()), *map(str, parameters)}
+    marked = item.get_closest_marker("xdist_group")
+    return next((n for n in TRAINED if n in names), marked.args[0] if marked else item.path.stem)
+
+
+def content_of(value: Any) -> Any:
+    """Something hashable that is equal for equal tensors, models and containers of them."""
+    if isinstance(value, torch.Tensor):
+        return str(value.dtype), tuple(value.shape), value.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
+    if isinstance(value, torch.nn.Module):
+        return type(value), str(getattr(value, "config", None)), repr(value), value.training, content_of(value.state_dict())
+    if isinstance(value, dict):
+        return tuple((key, content_of(item)) for key, item in value.items())
+    return tuple(map(content_of, value)) if isinstance(value, (tuple, list)) else repr(value)
+
+
+@pytest.fixture(scope="session")
+def traces() -> dict:
+    return {}
+
+
+@pytest.fixture(scope="module")
+def traced_once(traces):
+    """Commands that open a model that was opened before, with the same example, get a copy of its Program.
+
+    So does the conformance kit; the processes in which it replays a plan are forks of one that has imported torch.
+    """
+    import hcx.rewrite
+    import hcx.rewrite.testing
+
+    real = hcx.rewrite.trace
+
+    def trace(model, args=(), kwargs=None, **options):
+        key = content_of((model, args, kwargs or {}, options))
+        if key not in traces:
+            traces[key] = real(model, args, kwargs, **options)
+        return copy.deepcopy(traces[key])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hcx.rewrite, "trace", trace)
+        patch.setattr(hcx.rewrite.testing, "trace", trace)
+        patch.setattr(hcx.rewrite.testing, "subprocess", SimpleNamespace(run=fresh.run))
+        yield
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.option.loadscopereorder = False  # xdist would hand out the groups with most tests first
+
+
+@pytest.hookimpl(tryfirst=True)  # xdist reads the marks in the same hook
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests of one trained net go to one worker under ``--dist loadgroup``, so that it is loaded once."""
-    grouped = config.pluginmanager.hasplugin("xdist")
-    for item in items:
-        parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
-        for name in {*getattr(item, "fixturenames", ()), *map(str, parameters)} & {"smollm2", "minilm", "face", "svhn"}:
+    """Under ``--dist loadgroup`` what tests share is made once: a trained net is loaded, a model of a file is traced."""
+    grouped, places = config.pluginmanager.hasplugin("xdist"), {name: place for place, name in enumerate(LONGEST)}
+    groups = {item: group_of(item) for item in items}
+    for item, group in groups.items():
+        if group in TRAINED:
             item.add_marker(pytest.mark.slow)
-            if grouped:
-                item.add_marker(pytest.mark.xdist_group(name))
+        if grouped and item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: places.get(groups[item], len(places)))
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ import pytest
 import torch
 from hcx.cli.main import main
 
+pytestmark = pytest.mark.usefixtures("traced_once")
 MODELS = """
 import os, torch
 

@@ -19,6 +19,7 @@ from hcx.passes.exits import Decoder
 
 from tests.conftest import tiny_llama
 
+pytestmark = pytest.mark.usefixtures("traced_once")
 PIPELINE = "looped{start=2,end=4},exits{at=[3]}"
 PROMPT = "the ferry left the north quay"
 

@@ -12,10 +12,10 @@ from functools import cache
 import pytest
 import torch
 from hcx.passes.quantization.quantize import dequantised
-from hcx.rewrite import ExportError, load, trace
+from hcx.rewrite import ExportError, load
 from hcx.rewrite.pipeline.registry import passes
 
-from tests.zoo import build
+from tests import zoo
 
 NEAR, FAR = 1e-4, 1e-3
 Branch = tuple[Callable, Callable]
@@ -87,10 +87,9 @@ def t5(model, source: torch.Tensor, ids: torch.Tensor, run: Run) -> torch.Tensor
     return run(blocks, inner.shared(ids), lambda h: inner.lm_head(inner.decoder.final_layer_norm(h) * scale))
 
 
-@cache
 def traced(name: str):
-    model, args, kwargs = build(name)
-    return model, args, trace(model, args, kwargs)
+    model, args, _, program = zoo.traced(name)
+    return model, args, program
 
 
 def randomise(program, seed: int = 5, spread: float = 0.3) -> None:
@@ -231,9 +230,16 @@ PIPELINES = {
     "all five": f"hc,{LOOP},{EXITS},lora{{rank=4}},quantize",
 }
 NETS = {"llama": llama, "vit": vit, "t5": t5}
-CASES = [(net, key) for net in NETS for key in PIPELINES]
+WIDE = ("hc,looped", "hc,exits", "looped,exits", "all five")
+"""Pipelines for every net; the others are for the Llama, and for all in the full matrix."""
+CASES = [
+    pytest.param(net, key, marks=[] if net == "llama" or key in WIDE else [pytest.mark.full])
+    for net in NETS
+    for key in PIPELINES
+]
 
 
+@cache
 def rewritten(net: str, key: str):
     """Model, arguments, the Program away from neutral, and what it must give."""
     model, args, program = traced(net)

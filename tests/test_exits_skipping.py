@@ -10,7 +10,7 @@ from hcx.rewrite.ir.aliases import mutated
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.conftest import tiny_llama, token_ids
-from tests.zoo import build
+from tests.zoo import traced
 
 PLACES = (2, 4)
 
@@ -109,8 +109,7 @@ def test_a_head_that_the_score_does_not_read_runs_only_where_somebody_leaves(pla
 
 def test_writes_in_place_that_are_viewed_afterwards_lie_in_branches():
     """Mixtures of experts scale their routing weights in place; a view made after that is one of the new value."""
-    model, args, kwargs = build("mixtral")
-    program = trace(model, args, kwargs)
+    model, args, _, program = traced("mixtral")
     assert not any(mutated(n) for n in program.graph.nodes)
     exits = program.rewrite("exits{at=[2]}", check=False)
     with torch.no_grad():
@@ -123,8 +122,7 @@ def test_writes_in_place_that_are_viewed_afterwards_lie_in_branches():
 
 
 def test_a_stream_that_changes_its_shape_cannot_be_held():
-    model, args, kwargs = build("convnext")
-    exits = trace(model, args, kwargs).rewrite("exits", check=False)
+    exits = traced("convnext")[3].rewrite("exits", check=False)
     with pytest.raises(NoMatchError, match="leave kv out, there is no cache"):
         exits.rewrite("skipping{kv=propagate}")
     assert exits.rewrite("skipping").history[-1]["contract"]["contract"] == "Exact"

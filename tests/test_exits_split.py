@@ -41,8 +41,24 @@ def exits(llama):
     return program
 
 
-def test_pieces_in_a_row_are_the_whole_bitwise_with_and_without_a_past(llama, exits):
-    pieces = split(exits)
+@pytest.fixture(scope="module")
+def pieces(exits):
+    return split(exits)
+
+
+@pytest.fixture(scope="module")
+def halves(llama):
+    return split(llama.program, at=3)
+
+
+@pytest.fixture(scope="module")
+def shallow():
+    """Three blocks, for what is cut in the same way however many there are."""
+    model = tiny_llama(3)
+    return trace(model, (token_ids(24).reshape(2, 12),))
+
+
+def test_pieces_in_a_row_are_the_whole_bitwise_with_and_without_a_past(llama, exits, pieces):
     past: dict[str, torch.Tensor] = {}
     for shape in [(2, 12), (2, 1), (2, 5)]:
         ids = llama.ids(*shape)
@@ -63,8 +79,7 @@ def test_pieces_in_a_row_are_the_whole_bitwise_with_and_without_a_past(llama, ex
         }
 
 
-def test_a_piece_has_its_own_tensors_inputs_and_cache_slots_only(exits):
-    pieces = split(exits)
+def test_a_piece_has_its_own_tensors_inputs_and_cache_slots_only(exits, pieces):
     layers = [{n.split(".")[2] for n, _ in p.named_tensors() if n.startswith("model.layers")} for p in pieces]
     assert layers == [{"0", "1"}, {"2", "3"}, {"4", "5"}]
     slots = [{i.name.split(".")[1] for i in p.inputs if i.fill == "empty"} for p in pieces]
@@ -76,8 +91,8 @@ def test_a_piece_has_its_own_tensors_inputs_and_cache_slots_only(exits):
     assert all(p is whole[n] for piece in pieces for n, p in piece.named_parameters()), "tensors are shared"
 
 
-def test_called_with_names_a_piece_gives_a_dict_and_a_cache_of_the_models_kind(llama):
-    first, rest = split(llama.program, at=3)
+def test_called_with_names_a_piece_gives_a_dict_and_a_cache_of_the_models_kind(llama, halves):
+    first, rest = halves
     ids = llama.ids(2, 9)
     with torch.no_grad():
         early = first(ids)
@@ -101,9 +116,9 @@ def by_hand(model, stream, positions, layers):
     return stream
 
 
-def test_the_caches_of_two_pieces_may_differ_in_length(llama, max_diff):
+def test_the_caches_of_two_pieces_may_differ_in_length(llama, halves, max_diff):
     """The rest has seen tokens 0, 1, 2 and 5 only; positions are given."""
-    first, rest = split(llama.program, at=3)
+    first, rest = halves
     seen = torch.tensor([0, 1, 2, 5])
     with torch.no_grad():
         stream = first(llama.ids(1, 6))["stream.3"]
@@ -122,14 +137,15 @@ def test_the_caches_of_two_pieces_may_differ_in_length(llama, max_diff):
     {"score": "max_prob"}, {"score": "patience"}, {"score": "jei"}, {"score": "cosine"}, {"head": "norm"},
     {"head": "mlp"}, {"head": "block"}, {"candidates": 16},
 ], ids=str)  # fmt: skip
-def test_every_head_and_score_is_cut(llama, options):
-    program = llama.program.rewrite(Exits(at=PLACES, **options), check=False)
-    ids = llama.ids(2, 7)
+def test_every_head_and_score_is_cut(shallow, options):
+    places = (1, 2)
+    program = shallow.rewrite(Exits(at=places, **options), check=False)
+    ids = token_ids(14).reshape(2, 7)
     with torch.no_grad():
         expected, taps = program(ids, taps=True)
     found = chained(split(program), {"input_ids": ids})
     assert torch.equal(found["logits"], expected.logits)
-    for k in PLACES:
+    for k in places:
         assert torch.equal(found[f"score.{k}"], taps[f"exits.{k}.score"])
         assert torch.equal(found[f"logits.{k}"], taps[f"exits.{k}.logits"])
 
@@ -173,9 +189,8 @@ def test_what_all_blocks_read_is_handed_on_and_made_once():
         assert torch.equal(found[rest.output_names[0]], model(*args))
 
 
-def test_pieces_are_saved_and_exported(exits, llama, tmp_path, max_diff):
+def test_pieces_are_saved_and_exported(exits, pieces, llama, tmp_path, max_diff):
     ids = llama.ids(2, 9)
-    pieces = split(exits)
     expected = chained(pieces, {"input_ids": ids})
     loaded, sessions = [], []
     for number, piece in enumerate(pieces):

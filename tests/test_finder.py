@@ -13,9 +13,29 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from tests.conftest import tiny_llama, token_ids
-from tests.zoo import ZOO, available, build
+from tests.zoo import ZOO, available, build, traced
 
-NAMES = [name for name in available(traceable=True) if not ZOO[name].assets]
+LIKE = {
+    **dict.fromkeys(["qwen3", "granite", "olmo", "starcoder2", "phi3"], ["llama"]),
+    **dict.fromkeys(["gptj", "phi", "falcon"], ["gpt_neox", "cohere"]),  # parallel branches
+    "qwen3_moe": ["mixtral"],
+    "gemma3": ["gemma2", "gemma3_mixed"],
+    "mamba": ["mamba2", "jamba"],
+    "bamba": ["mamba2", "jamba"],
+    "falcon_h1": ["mamba2", "cohere"],  # state space and attention as parallel branches
+    "pegasus": ["bart"],
+    "t5gemma": ["t5", "gemma2"],
+    "electra": ["bert"],
+    "hubert": ["wav2vec2"],
+    "deit": ["vit"],
+}
+"""Models that the finder sees as it sees those named here; their structure is counted in the full matrix."""
+
+NAMES = [
+    pytest.param(name, marks=[pytest.mark.xdist_group(f"zoo-{name}"), *([pytest.mark.full] if name in LIKE else [])])
+    for name in available(traceable=True)
+    if not ZOO[name].assets
+]
 
 INEXACT = {
     # the chunked scan sums over a length of its own choice: other sizes, other order of sums
@@ -65,8 +85,7 @@ def test_structure_of_trained_models_is_what_was_counted(name, request):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_structure_is_what_was_counted_and_another_shape_is_bitwise_eager(name, request):
-    model, args, kwargs = build(name)
-    program = trace(model, args, kwargs)
+    model, _, _, program = traced(name)
     other_args, other_kwargs = ZOO[name].other()
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # nn.TransformerEncoder's fused path is another computation
@@ -102,8 +121,7 @@ def to_bf16(value):
 
 @pytest.mark.parametrize("name", STABLE)
 def test_addresses_are_equal_at_another_shape_in_bf16_and_after_a_round_trip(name, tmp_path):
-    model, args, kwargs = build(name)
-    program = trace(model, args, kwargs)
+    model, args, kwargs, program = traced(name)
     expected = addresses(program.sites())
     assert expected and all(len(stack[1]) for stack in expected)
     other_args, other_kwargs = ZOO[name].other()
@@ -162,8 +180,7 @@ def test_boundaries_are_the_models_hidden_states(llama):
 def test_roles_of_outside_values_tell_shared_tables_from_caches_and_alternating_masks(llama):
     (run,) = llama.program.sites().main.runs
     assert set(run.roles) == {"invariant", "cache"} and run.roles.count("cache") == 2
-    model, args, kwargs = build("gemma2")
-    (run,) = trace(model, args, kwargs).sites().main.runs
+    (run,) = traced("gemma2")[3].sites().main.runs
     assert any(role in ("periodic(2)", "varying") for role in run.roles)
 
 
@@ -178,8 +195,7 @@ def test_a_branch_is_computed_from_its_skip_alone_and_its_value_is_added(llama):
 @pytest.fixture(scope="module")
 def stages():
     """Of PlainCNN, three stages (conv, conv, pool) with 8, 16 and 32 channels, then a classifier."""
-    model, args, kwargs = build("plain_cnn")
-    (stack,) = trace(model, args, kwargs).sites().stacks
+    (stack,) = traced("plain_cnn")[3].sites().stacks
     assert not stack.residual and stack.label == "stages"
     return stack
 

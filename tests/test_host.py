@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import copy
-from functools import cache
 
 import pytest
 import torch
-from hcx.rewrite import trace
 from hcx.rewrite.errors import UsageError
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tests.zoo import ZOO, available, build
+from tests.zoo import ZOO, available, traced
 
 NAMES = [name for name in available(traceable=True) if not ZOO[name].assets]
 
@@ -45,14 +43,14 @@ IN_PLACE = {"inplace_add"}
 """Eager itself has no backward."""
 
 SAMPLE = {
-    "llama", "qwen3", "gpt2", "gemma3_mixed", "mixtral", "mixtral_grouped", "llama_lora", "bert", "deberta_v2", "wav2vec2",
-    "t5", "whisper", "vit", "swin", "resnet_hf", "mamba2", "bamba", "qwen3_next", "stoch_depth_if", "stoch_depth_mask",
+    "llama", "gpt2", "gemma3_mixed", "mixtral", "mixtral_grouped", "bert", "deberta_v2", "wav2vec2", "t5", "whisper",
+    "vit", "swin", "resnet_hf", "mamba2", "qwen3_next", "stoch_depth_if", "stoch_depth_mask",
     "concat", "inplace_add",
 }  # fmt: skip
 """One of each kind; the other models are in the full matrix."""
 
 EACH = [
-    pytest.param(name, marks=[pytest.mark.xdist_group(f"host-{name}"), *([] if name in SAMPLE else [pytest.mark.full])])
+    pytest.param(name, marks=[pytest.mark.xdist_group(f"zoo-{name}"), *([] if name in SAMPLE else [pytest.mark.full])])
     for name in NAMES
 ]
 
@@ -63,12 +61,6 @@ def plain_encoders():
     torch.backends.mha.set_fastpath_enabled(False)
     yield
     torch.backends.mha.set_fastpath_enabled(fast)
-
-
-@cache
-def traced(name: str):
-    model, args, kwargs = build(name)
-    return model, args, kwargs, trace(model, args, kwargs)
 
 
 def changed(value, change):

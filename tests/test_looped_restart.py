@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from hcx.passes.looped import restart
-from hcx.rewrite import UsageError, load, trace
+from hcx.rewrite import UsageError, load
 from hcx.rewrite.run.generation import decode
 
 from tests import loops_by_hand, zoo
@@ -123,8 +123,8 @@ def test_gates_learn_from_the_start_and_queries_once_they_have_moved(llama):
 
 @pytest.mark.parametrize("name", ["gpt2", "olmo2"])
 def test_other_architectures_start_exact_and_move(name, max_diff):
-    model, args, kwargs = zoo.build(name)
-    program = trace(model, args, kwargs).rewrite("looped{start=1,end=3,mix=restart}", check=False)
+    model, args, kwargs, base = zoo.traced(name)
+    program = base.rewrite("looped{start=1,end=3,mix=restart}", check=False)
     first = loops_by_hand.first_of
     with torch.no_grad():
         expected = first(model(*args, **kwargs))

@@ -71,8 +71,7 @@ def test_each_use_keeps_its_own_dilation_in_every_pass(max_diff):
 
 def test_windows_keep_the_period_of_alternating_masks():
     """Gemma-2: sliding and full attention in turns; a window of one block is possible, and said to break the turns."""
-    model, args, kwargs = zoo.build("gemma2")
-    program = trace(model, args, kwargs)
+    program = zoo.traced("gemma2")[3]
     (site,) = planned(program).sites
     assert (site.detail["end"] - site.detail["start"]) % 2 == 0
     stack = program.sites().main
@@ -219,10 +218,9 @@ def test_plan_auto_prints_a_table_and_a_plan_that_rewrite_takes(folder, tmp_path
 
 
 def test_auto_is_refused_where_there_is_nothing_to_measure(llama, folder):  # noqa: F811
-    model, args, kwargs = zoo.build("vit")
     for options, match in (("start=auto", "tokens to logits"), ("start=auto,mix=full", "one window")):
         with pytest.raises(UsageError, match=match) as caught:
-            trace(model, args, kwargs).plan(f"looped{{{options}}}")
+            zoo.traced("vit")[3].plan(f"looped{{{options}}}")
         assert caught.value.where and caught.value.hint
     with pytest.raises(UsageError, match="--sweep"):
         plan(str(folder), "looped", sweep="x.jsonl")

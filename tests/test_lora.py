@@ -14,7 +14,7 @@ from torch import nn
 from tests.conftest import tiny_llama, token_ids
 from tests.test_weights import EveryKind
 from tests.trained_nets import llama_by_hand
-from tests.zoo import build
+from tests.zoo import traced
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 NEAR, FAR = 1e-4, 1e-3
@@ -72,8 +72,8 @@ def logits(model, ids: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def gpt2():
-    model, (ids,), _ = build("gpt2")
-    return model, trace(model, (ids,)), ids
+    model, (ids,), _, program = traced("gpt2")
+    return model, program, ids
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -179,8 +179,8 @@ def test_the_passes_of_a_loop_share_one_adapter(llama, tmp_path, max_diff):
 
 
 def test_a_shared_module_has_one_adapter_at_every_call():
-    model, args, kwargs = build("shared_block")
-    program = randomised(trace(model, args, kwargs).rewrite("lora"))
+    model, args, _, program = traced("shared_block")
+    program = randomised(program.rewrite("lora"))
     modules = [m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n.startswith("h.")]
     assert len(program.new_parameters()) == 2 * len(modules)
     changed = copy.deepcopy(model)
@@ -221,8 +221,7 @@ def test_the_start_is_bitwise_and_does_not_depend_on_what_else_is_adapted(llama)
 
 
 def test_counts_skips_and_dtypes():
-    model, args, kwargs = build("moe_einsum")
-    program = trace(model, args, kwargs)
+    model, _, _, program = traced("moe_einsum")
     step = program.plan("lora").steps[0]
     everything = sum(p.numel() for p in model.parameters())
     assert step.estimate["parameters covered"] + step.estimate["parameters not covered"] == everything

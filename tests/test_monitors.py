@@ -4,7 +4,6 @@ Transformers' generate, and sums written out."""
 from __future__ import annotations
 
 import math
-from functools import cache
 from itertools import pairwise
 
 import numpy as np
@@ -14,11 +13,11 @@ from hcx.passes.exits import token_batches
 from hcx.passes.observation import NeuronMonitor, PathDeviation, Separation, Unit, separation
 from hcx.passes.observation.rows import Rows
 from hcx.passes.observation.separation import auroc, best_threshold
-from hcx.rewrite import UsageError, load, trace
+from hcx.rewrite import UsageError, load
 from hcx.rewrite.run.generation import greedy
 
+from tests import zoo
 from tests.conftest import tiny_llama
-from tests.zoo import build
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
@@ -182,9 +181,8 @@ def test_the_pipeline_observes_one_run_of_a_module(request, name, pipeline, site
 # ---- monitors
 
 
-@cache
 def traced(name: str):
-    return trace(*build(name))
+    return zoo.traced(name)[3]
 
 
 def units_of(program, ids: torch.Tensor, share: float) -> list[Unit]:

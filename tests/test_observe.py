@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
 import torch
 from hcx.passes.quantization import dequantised
@@ -13,13 +11,7 @@ from torch import nn
 
 from tests import loops_by_hand
 from tests.conftest import tiny_llama
-from tests.zoo import build
-
-
-@cache
-def traced(name: str):
-    model, args, kwargs = build(name)
-    return model, args, kwargs, trace(model, args, kwargs)
+from tests.zoo import traced
 
 
 def first_tensor(output):

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import math
-from functools import cache
 
 import numpy as np
 import pytest
@@ -17,10 +16,10 @@ from hcx.rewrite import ContractError, NoMatchError, PlanError, UsageError, load
 from hcx.rewrite.testing import conformance
 from torch import nn
 
+from tests import zoo
 from tests.conftest import tiny_llama, token_ids
 from tests.test_lora import LLAMA, logits, peft_with, randomised, relative
 from tests.test_weights import EveryKind
-from tests.zoo import build
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 NEAR, FAR = 1e-4, 1e-3
@@ -143,10 +142,9 @@ def test_the_bytes_are_those_of_matmulnbits(bits, symmetric):
 # ---- in a Program
 
 
-@cache
 def traced(net: str):
-    model, args, kwargs = build(net)
-    return model, trace(model, args, kwargs), args
+    model, args, _, program = zoo.traced(net)
+    return model, program, args
 
 
 @pytest.mark.parametrize("text", ["quantize", "quantize{bits=3,group=16,symmetric=true}", "quantize{bits=8,group=0}"])

@@ -107,7 +107,7 @@ def test_a_room_imports_only_what_lies_below_it():
 def test_an_upward_import_is_found_with_both_rooms(tmp_path, monkeypatch):
     file = tmp_path / "rewrite" / "ir" / "program.py"
     file.parent.mkdir(parents=True)
-    file.write_text("from hcx.rewrite.store.saving import save\n")
+    file.write_text("from hcx.rewrite import save\n")
     monkeypatch.setattr("tests.test_layout.ROOT", tmp_path)
     (message,) = upward([file])
     assert "rewrite.ir may not import rewrite.store" in message

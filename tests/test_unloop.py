@@ -56,8 +56,7 @@ def test_the_middle_one_of_three_loops_leaves_the_caches_of_the_others_in_place(
 
 @pytest.mark.parametrize("name", ["mamba2", "bamba", "gemma2", "vit"])
 def test_other_architectures(name):
-    model, args, kwargs = zoo.build(name)
-    program = trace(model, args, kwargs)
+    program = zoo.traced(name)[3]
     looped = program.rewrite("looped{start=0,end=2,steps=2}", check=False)
     assert text_of(looped.rewrite("unloop", check=False)) == text_of(program)
 

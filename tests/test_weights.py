@@ -10,7 +10,7 @@ from hcx.rewrite.sites.weights import find_uncovered, find_weights
 from torch import nn
 from torch.nn import functional as F
 
-from tests.zoo import decoders, encdec, handwritten
+from tests.zoo import decoders, encdec, handwritten, traced
 
 ALL = {m.name: m for family in (decoders, encdec, handwritten) for m in family.MODELS}
 
@@ -136,8 +136,7 @@ def test_what_no_op_uses_as_a_weight_is_listed_with_the_reason(every):
 @pytest.mark.parametrize("name", ["gpt2", "moe_einsum", "t5", "shared_block"])
 def test_zoo_counts(name):
     """Linears as counted by hand, and no parameter missing from what is covered and what is not."""
-    model, args, kwargs = ALL[name].build()
-    program = trace(model, args, kwargs)
+    model, _, _, program = traced(name)
     uses = find_weights(program)
     assert sum(u.kind == "linear" for u in uses) == ALL[name].linears
     chosen = select(program, "auto", {"linear", "addmm", "matmul", "conv", "experts", "einsum"})

@@ -12,13 +12,15 @@ The counting rules are in ``base``.
 from __future__ import annotations
 
 import os
+from functools import cache
+from typing import Any
 
 from torch import nn
 
 from . import decoders, decoders_more, encdec, encoders, handwritten, ssm, trained, vision
 from .base import ZooModel
 
-__all__ = ["ZOO", "ZooModel", "available", "build"]
+__all__ = ["ZOO", "ZooModel", "available", "build", "traced"]
 
 ZOO: dict[str, ZooModel] = {}
 for _family in (decoders, decoders_more, encoders, encdec, vision, ssm, trained, handwritten):
@@ -31,6 +33,15 @@ for _family in (decoders, decoders_more, encoders, encdec, vision, ssm, trained,
 def build(name: str) -> tuple[nn.Module, tuple, dict]:
     """``(model, args, kwargs)`` of a zoo model, fresh at each call."""
     return ZOO[name].build()
+
+
+@cache
+def traced(name: str) -> tuple[nn.Module, tuple, dict, Any]:
+    """``(model, args, kwargs, program)`` of a zoo model, traced once a process: for tests that change none of them."""
+    from hcx.rewrite import trace
+
+    model, args, kwargs = build(name)
+    return model, args, kwargs, trace(model, args, kwargs)
 
 
 def available(*, traceable: bool | None = None) -> list[str]:
