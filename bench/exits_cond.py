@@ -10,6 +10,7 @@ Operations are counted while the Program runs (products and convolutions, heads 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import sys
 import tempfile
@@ -102,7 +103,7 @@ class Digits(nn.Module):
     def __init__(self, widths: tuple[int, ...] = (1, 24, 64, 160, 256)):
         super().__init__()
         stages = []
-        for number, (a, b) in enumerate(zip(widths, widths[1:], strict=False)):
+        for number, (a, b) in enumerate(itertools.pairwise(widths)):
             layers = []
             for first, wide in ((True, a), (False, b), (False, b)):
                 stride = 2 if first and number else 1

@@ -110,7 +110,7 @@ def main(windows: int) -> int:
     calls = token_batches(raw, article, LENGTH)
     fitted, report = fit(raw, calls[:windows], skip=1)
     log.say(
-        f"fitted on {report.positions} positions of {list(WORKS)[0]}; before {report.before}, after {report.agreement}"
+        f"fitted on {report.positions} positions of {next(iter(WORKS))}; before {report.before}, after {report.agreement}"
     )
 
     costs = {}

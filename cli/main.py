@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
             code = app(arguments, prog_name="hcx", obj=console, standalone_mode=False) or 0
     except KeyboardInterrupt:
         code = INTERRUPTED
-    except Exception as error:  # the last line of defence: nothing reaches the user as a traceback
+    except Exception as error:  # noqa: BLE001  the last line of defence: nothing reaches the user as a traceback
         return console.fail(_explained(error))
     if code == INTERRUPTED:
         print("hcx: interrupted", file=sys.stderr)

@@ -31,7 +31,7 @@ class Result:
         return self.text
 
 
-class ChecksFailed(ContractError):
+class ChecksFailed(ContractError):  # noqa: N818  the name stands in the data of --json
     """Checks ran to the end and some failed; ``result`` holds all of them."""
 
     def __init__(self, what: str, result: Result, *, where: str | None = None, hint: str | None = None):

@@ -40,8 +40,8 @@ def direct(task: Task) -> Any:
     """Our own emitter; a graph that writes through views is made functional first."""
     from . import onnx_torch
     from .onnx_direct.build import build
-    from .onnx_direct.emitting.unsupported import Unsupported
-    from .onnx_direct.mutation import Aliased
+    from .onnx_direct.emitting.unsupported import UnsupportedError
+    from .onnx_direct.mutation import AliasedError
 
     inputs = task.program.inputs
     names, dims = [i.name for i in inputs], [tuple(i.shape) for i in inputs]
@@ -49,10 +49,10 @@ def direct(task: Task) -> Any:
     try:
         try:
             return build(task.module, names, dims, task.output_names, **options)
-        except Aliased:
+        except AliasedError:
             functional = onnx_torch.functional(task.program, task.module, example(task))
             return build(functional, names, dims, task.output_names, **options)
-    except Unsupported as reason:
+    except UnsupportedError as reason:
         node = getattr(reason, "node", None)
         raise ExportError(
             f"the direct emitter does not cover {reason}",

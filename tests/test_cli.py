@@ -348,7 +348,7 @@ def test_a_state_dict_beside_its_config_is_rewritten_by_the_plain_line(folder, c
         shutil.copy(folder / name, tmp_path / name)
     torch.save(tiny_llama().state_dict(), tmp_path / "model.pt")
     monkeypatch.chdir(tmp_path)
-    code, out, _ = call("rewrite", "model.pt", "--pass", "looped,exits")
+    code, _, _ = call("rewrite", "model.pt", "--pass", "looped,exits")
     assert code == 0 and (tmp_path / "model.hcx").is_dir() and "tokenizer.json" in os.listdir("model.hcx/source")
 
 

@@ -193,7 +193,7 @@ def folders(base, looped, tmp_path_factory):
 class Page(html.parser.HTMLParser):
     """Tags and attributes of a page; fails where an element is not closed."""
 
-    EMPTY = {"meta", "br", "line", "rect", "path"}
+    EMPTY = frozenset({"meta", "br", "line", "rect", "path"})
 
     def __init__(self, text: str):
         super().__init__()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 
 import pytest
@@ -70,7 +71,7 @@ def test_both_forms_give_the_same_bitwise(plain, forms, share):
 
 
 def test_what_is_skipped_is_not_computed(plain, forms):
-    model, program, rows = plain
+    _, program, rows = plain
     ids, (_, cond) = rows[:2, :16], forms
     head, block = (2 * ids.numel() * n for n in (32 * 128, 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64))
     whole = flops(program, ids)
@@ -236,7 +237,7 @@ class Stages(nn.Module):
         self.stages = nn.ModuleList(
             nn.Sequential(nn.Conv2d(a, b, 3, padding=1, stride=1 + (i > 0)), nn.ReLU(), nn.Conv2d(b, b, 3, padding=1),
                           nn.ReLU())
-            for i, (a, b) in enumerate(zip(widths, widths[1:], strict=False))
+            for i, (a, b) in enumerate(itertools.pairwise(widths))
         )  # fmt: skip
         self.head = nn.Linear(24, 4)
 
@@ -263,7 +264,7 @@ def untrained_heads(program, seed: int = 1) -> None:
 
 
 def test_stages_of_new_widths_are_skipped(stages):
-    model, program, x = stages
+    _, program, x = stages
     select, cond = (program.rewrite(Exits(at=(1, 2, 3), form=f), check=False) for f in ("select", "cond"))
     for made in (select, cond):
         untrained_heads(made)
@@ -336,7 +337,7 @@ def test_encoders_leave_row_by_row(name):
         for threshold in (-1.0, spread(scores), scores[0].min().item() - 1e-3, 2.0):
             for made in (select, cond):
                 set_thresholds(made, threshold)
-            got, taps = cond(x, taps=True)
+            got, _ = cond(x, taps=True)
             assert torch.equal(got.logits, select(x).logits)
             for number in range(8):
                 assert (cond(x[number : number + 1]).logits[0] - got.logits[number]).abs().max() <= 1e-5

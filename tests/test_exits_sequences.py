@@ -299,7 +299,7 @@ def padded(way: str):
 
 @pytest.mark.parametrize(("way", "inverted"), [("kept", False), ("dropped", True)])
 def test_the_mask_is_found_either_way_round(way, inverted):
-    model, program, x, mask = padded(way)
+    _, program, x, mask = padded(way)
     answer = program.graph.output_node().args[0][0]
     node, dropped = find_valid(program, answer)
     mask[1, 5:] = 0
@@ -402,9 +402,9 @@ def test_sequences_agree_where_their_hypotheses_do(hubert, blank):
     program = copy.deepcopy(hubert.program).rewrite(Exits(at=(2, 4), per="sequence", score="entropy"), check=False)
     with torch.no_grad():  # a stream that hardly changes, so that some hypotheses agree and others do not
         for name, parameter in program.named_parameters():
-            if "layers.1" in name or "layers.2" in name or "layers.3" in name:
-                if name.endswith(("v_proj.weight", "output_dense.weight")):
-                    parameter.mul_(0.3)
+            inner = any(layer in name for layer in ("layers.1", "layers.2", "layers.3"))
+            if inner and name.endswith(("v_proj.weight", "output_dense.weight")):
+                parameter.mul_(0.3)
         taps = program(**hubert.call, taps=True)
     readings = [taps[1]["exits.2.logits"], taps[1]["exits.4.logits"], taps[0].logits]
     said = [

@@ -42,7 +42,7 @@ def test_calibrated_exits_skip_with_the_same_answers(plain, options, tmp_path):
     if "affine" in options or "probe" in options or "gate" in options or "candidates" in options:
         exits, _ = fit(exits, [exits.signature.complete(c) for c in calls])
     batches = [exits.signature.complete(c) for c in calls]
-    exits, report = calibrate(exits, batches[:3], batches[3:], budget=4.5)
+    exits, _ = calibrate(exits, batches[:3], batches[3:], budget=4.5)
     fast = exits.rewrite("skipping")
     assert fast.history[-1]["contract"]["contract"] == "Exact"
     depths = set()

@@ -195,7 +195,7 @@ def opt(model, ids: torch.Tensor, run) -> torch.Tensor:
 
 @pytest.mark.parametrize("mixer", ["hc", "mhc"])
 def test_streams_go_through_a_regrouping_of_rows(mixer):
-    args, program, eager = traced("opt", torch.float32)
+    args, program, _ = traced("opt", torch.float32)
     new = program.rewrite(f"hc{{mixer={mixer}}}", check=False)
     randomise(new)
     model = build("opt")[0]

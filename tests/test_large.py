@@ -181,7 +181,7 @@ def test_other_weights_are_refused(sharded, artefact, tmp_path, capsys):
     tensors = load_file(shard)
     tensors["model.norm.weight"][3] += 1e-3
     save_file(tensors, shard, metadata={"format": "pt"})
-    with pytest.raises(ArtefactError, match="`model.norm.weight` .* is not what it was"):
+    with pytest.raises(ArtefactError, match=r"`model\.norm\.weight` .* is not what it was"):
         load(artefact, weights=changed)
     load(artefact, weights=changed, lazy=True).read("model.embed_tokens.weight")
     with pytest.raises(ArtefactError, match="is not what it was"):

@@ -219,9 +219,9 @@ def looped(llama):
     )
     ids = llama.ids(2, 9)
     paths = [f"model.layers.{i}.mlp.down_proj" for i in range(6)]
-    with Seen(llama.model, [*paths, "model.layers.2"]) as seen, torch.no_grad():
-        with loops_by_hand.looped(llama.model.model.layers, 2, 4, 3, "output", 0.4):
-            logits = llama.model(ids, use_cache=False).logits
+    by_hand = loops_by_hand.looped(llama.model.model.layers, 2, 4, 3, "output", 0.4)
+    with Seen(llama.model, [*paths, "model.layers.2"]) as seen, torch.no_grad(), by_hand:
+        logits = llama.model(ids, use_cache=False).logits
     with torch.no_grad():
         output, taps = new(ids, taps=True)
     return new, ids, logits, seen, output, taps
@@ -249,9 +249,9 @@ def test_behind_a_loop_every_pass_has_a_tap(looped, max_diff):
 def test_streams_of_a_loop_are_what_its_blocks_give(llama, looped, max_diff):
     *_, taps = looped
     ids = llama.ids(2, 9)
-    with Seen(llama.model, ["model.layers.4"]) as after, torch.no_grad():
-        with loops_by_hand.looped(llama.model.model.layers, 2, 4, 3, "output", 0.4):
-            llama.model(ids, use_cache=False)
+    by_hand = loops_by_hand.looped(llama.model.model.layers, 2, 4, 3, "output", 0.4)
+    with Seen(llama.model, ["model.layers.4"]) as after, torch.no_grad(), by_hand:
+        llama.model(ids, use_cache=False)
     assert max_diff(taps["observe_1.model.layers@4~3"], after.input["model.layers.4"][0]) <= 1e-4
 
 
@@ -284,12 +284,12 @@ def test_branches_that_skip_blocks_keep_taps_before_them_and_refuse_others(llama
             taps = llama.program.rewrite(pipeline, check=False)(ids, taps=True)[1]
             assert all(torch.equal(taps[f"observe.model.layers@{k}"], states[k]) for k in (1, 3))
     for observe in ("observe{at=[5]}", "observe{modules=[*.5.*.down_proj],side=input}"):
-        with pytest.raises(NoMatchError, match="tap `observe.* shows a value of blocks that would be skipped"):
+        with pytest.raises(NoMatchError, match=r"tap `observe.* shows a value of blocks that would be skipped"):
             llama.program.rewrite(f"{observe},{COND}")
         for pipeline in (f"{observe},exits{{at=[3]}}", f"exits{{at=[3]}},{observe}"):
             with pytest.raises(NoMatchError, match="blocks that would be skipped"):
                 llama.program.rewrite(pipeline, check=False).rewrite("skipping{kv=propagate}")
-        with pytest.raises(UsageError, match="no stream after 5|nothing is called"):
+        with pytest.raises(UsageError, match=r"no stream after 5|nothing is called"):
             llama.program.rewrite(f"{COND},{observe}")
 
 

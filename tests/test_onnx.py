@@ -18,12 +18,12 @@ from torch import nn
 
 pytest.importorskip("onnxruntime")
 
-import onnx  # noqa: E402
-import onnx_ir as ir  # noqa: E402
-from hcx.export import OnnxSession, preflight, producers, samples, to_onnx, verify  # noqa: E402
-from hcx.rewrite import trace  # noqa: E402
-from hcx.rewrite.errors import ExportError, UsageError  # noqa: E402
-from hcx.rewrite.run.generation import greedy  # noqa: E402
+import onnx
+import onnx_ir as ir
+from hcx.export import OnnxSession, preflight, producers, samples, to_onnx, verify
+from hcx.rewrite import trace
+from hcx.rewrite.errors import ExportError, UsageError
+from hcx.rewrite.run.generation import greedy
 
 Pair = namedtuple("Pair", ["b", "a"])
 

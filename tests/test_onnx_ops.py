@@ -8,9 +8,9 @@ import torch.nn.functional as F
 
 pytest.importorskip("onnxruntime")
 
-import onnx_ir as ir  # noqa: E402
-import onnxruntime as ort  # noqa: E402
-from hcx.export.onnx_direct.build import build  # noqa: E402
+import onnx_ir as ir
+import onnxruntime as ort
+from hcx.export.onnx_direct.build import build
 
 R = torch.Generator().manual_seed(0)
 

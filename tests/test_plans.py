@@ -114,7 +114,7 @@ def test_a_changed_detail_changes_its_own_site_only(net):
 # ---- pipeline strings
 
 labels = st.from_regex(r"[A-Za-z_][A-Za-z0-9_.]{0,8}(#[0-9])?", fullmatch=True)
-windows = st.one_of(st.just({}), st.tuples(st.integers(0, 99), st.integers(0, 99)).map(lambda w: dict(zip(("start", "end"), w, strict=True))))  # noqa: E501 # fmt: skip
+windows = st.one_of(st.just({}), st.tuples(st.integers(0, 99), st.integers(0, 99)).map(lambda w: dict(zip(("start", "end"), w, strict=True))))  # fmt: skip
 loops = st.builds(
     lambda window, **rest: Looped(**window, **rest),
     windows,

@@ -63,7 +63,7 @@ def test_loss_hidden_states_and_keys(pair):
 
 
 def test_generation_with_a_loop_that_changes_the_function_uses_its_own_cache_slots(pair):
-    model, program = pair
+    _, program = pair
     looped = program.rewrite("looped{start=2,end=4,steps=3,scalar=0.3}")
     ours = looped.as_pretrained()
     ids = torch.randint(1, 128, (1, 6), generator=torch.Generator().manual_seed(6))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import itertools
 import json
 import os
 import pickle
@@ -861,7 +862,7 @@ def test_text_windows_are_stretches_of_the_text(llama_folder):
     assert windows.shape == (5, 16) and windows.dtype == torch.int64
     starts = [next(at for at in range(len(ids)) if ids[at : at + 16] == row) for row in windows.tolist()]
     assert starts[0] == 0 and starts[-1] == len(ids) - 16
-    assert all(after - before >= 16 for before, after in zip(starts, starts[1:], strict=False))
+    assert all(after - before >= 16 for before, after in itertools.pairwise(starts))
     assert torch.equal(windows, text_windows(companions, PROSE, 16, 5))
     assert torch.equal(windows, text_windows(str(llama_folder), PROSE, 16, 5))
     for length, count in ((len(ids) + 1, 1), (4, len(ids)), (0, 1), (4, 0)):

@@ -10,7 +10,7 @@ from torch import fx
 from . import patterns
 from .emitting.emitter import Emitter, Operand, onnx_dtype
 from .emitting.symbols import dim_text
-from .emitting.unsupported import Unsupported
+from .emitting.unsupported import UnsupportedError
 from .mutation import without_mutation
 from .walk import Walker
 
@@ -39,8 +39,8 @@ def build(
         fuse: use ONNX operators that stand for several ATen nodes.
 
     Raises:
-        Aliased: in-place arithmetic through views; make the graph functional and come back.
-        Unsupported: an operator, dtype or size has no exact translation here; ``.node`` is the fx node.
+        AliasedError: in-place arithmetic through views; make the graph functional and come back.
+        UnsupportedError: an operator, dtype or size has no exact translation here; ``.node`` is the fx node.
     """
     e = Emitter(opset, upcast, [*input_names, *output_names])
     graph = without_mutation(module.graph)
@@ -65,7 +65,7 @@ def _inputs(e: Emitter, graph: fx.Graph, names: list[str], dims: list[tuple]) ->
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     fakes = [n.meta.get("val") for n in placeholders]
     if not all(isinstance(f, torch.Tensor) for f in fakes):
-        raise Unsupported("an input without a traced value")
+        raise UnsupportedError("an input without a traced value")
     for fake, declared in zip(fakes, dims, strict=True):
         e.symbols.name_dims(fake, declared)
     operands = []

@@ -10,10 +10,10 @@ import torch
 from hcx.rewrite.ir.aliases import Aliases, mutated
 from torch import fx
 
-from .emitting.unsupported import Unsupported
+from .emitting.unsupported import UnsupportedError
 
 
-class Aliased(Unsupported):
+class AliasedError(UnsupportedError):
     """In-place arithmetic through views: the graph has to be made functional first."""
 
 
@@ -21,8 +21,8 @@ def without_mutation(graph: fx.Graph) -> fx.Graph:
     """The graph, or a copy in which later uses of a mutated tensor read the mutated value.
 
     Raises:
-        Aliased: another view of the storage is read after the mutation.
-        Unsupported: a parameter or buffer is changed.
+        AliasedError: another view of the storage is read after the mutation.
+        UnsupportedError: a parameter or buffer is changed.
     """
     order = {node: index for index, node in enumerate(graph.nodes)}
     if not any(mutated(node) for node in graph.nodes):
@@ -45,9 +45,9 @@ def without_mutation(graph: fx.Graph) -> fx.Graph:
 
 def _check(node: fx.Node, target: fx.Node, aliases: Aliases, order: dict[fx.Node, int]) -> None:
     if aliases.root(target).op == "get_attr" and "detach_" not in str(node.target):
-        raise Unsupported(f"{node.target} changes {aliases.root(target).target}")
+        raise UnsupportedError(f"{node.target} changes {aliases.root(target).target}")
     same = aliases.same(target)
     for other in aliases.members(target):
         late = [u for u in other.users if order[u] > order[node]]
         if order[other] < order[node] and other not in same and late:
-            raise Aliased(f"{node.target} changes a tensor of which another view is used later ({other.name})")
+            raise AliasedError(f"{node.target} changes a tensor of which another view is used later ({other.name})")

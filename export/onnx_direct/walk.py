@@ -14,7 +14,7 @@ from torch import fx
 from .emitting import decompose
 from .emitting.emitter import Emitter, Operand, onnx_dtype
 from .emitting.symbols import dim_text
-from .emitting.unsupported import Unsupported
+from .emitting.unsupported import UnsupportedError
 from .mutation import without_mutation
 from .ops import registry
 
@@ -58,7 +58,7 @@ class Walker:
             elif node in needed and node not in self.nested:
                 try:
                     self._emit(node)
-                except Unsupported as reason:
+                except UnsupportedError as reason:
                     if not hasattr(reason, "node"):
                         reason.node = node
                     raise
@@ -96,18 +96,18 @@ class Walker:
         elif node.target is torch.ops.higher_order.while_loop:
             self._loop(node)
         elif node.op != "call_function":
-            raise Unsupported(f"{node.op} {node.target}")
+            raise UnsupportedError(f"{node.op} {node.target}")
         else:
             self._call(node)
 
     def _call(self, node: fx.Node) -> None:
         if not isinstance(node.target, torch._ops.OpOverload):
-            raise Unsupported(f"{getattr(node.target, '__name__', node.target)}")
+            raise UnsupportedError(f"{getattr(node.target, '__name__', node.target)}")
         found = registry.find(node.target, involves_complex(node))
         if found is None and self._expanded(node):
             return
         if found is None:
-            raise Unsupported(
+            raise UnsupportedError(
                 f"{node.target}, which has no translation" + (" for complex numbers" if involves_complex(node) else "")
             )
         args, kwargs = tuple(self._value(a) for a in node.args), {k: self._value(v) for k, v in node.kwargs.items()}
@@ -282,7 +282,7 @@ class Walker:
         """Tell translators what the node returns and where it is."""
         fakes = node.meta.get("val")
         if fakes is None:
-            raise Unsupported(f"{node.target} without a traced value")
+            raise UnsupportedError(f"{node.target} without a traced value")
         several = isinstance(fakes, list | tuple)
         self.e.outs = tuple(Operand(None, f.dtype, self.e.symbols.shape(f)) for f in (fakes if several else [fakes]))
         self.e.scope = module_path(node) or self.scope
@@ -323,7 +323,7 @@ class Walker:
             if isinstance(tensor, torch.nn.Module):
                 return tensor  # the body of a control-flow node
             if not isinstance(tensor, torch.Tensor):
-                raise Unsupported(f"attribute {name} of type {type(tensor).__name__}")
+                raise UnsupportedError(f"attribute {name} of type {type(tensor).__name__}")
             self.weights[name] = weight(self.e, name, tensor)
         return self.weights[name]
 

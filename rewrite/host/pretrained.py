@@ -6,7 +6,7 @@ import copy
 import json
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from hcx.rewrite.errors import UsageError
@@ -91,7 +91,7 @@ def _model_class():
 
         main_input_name = "input_ids"
         supports_gradient_checkpointing = True
-        _no_split_modules = ["BlockModule"]
+        _no_split_modules: ClassVar[list[str]] = ["BlockModule"]
         _supports_sdpa = _supports_flex_attn = True  # the graph has what the source was traced with
 
         @classmethod

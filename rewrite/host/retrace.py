@@ -52,10 +52,7 @@ def retraced(program: Program, reference: Oracle, dtype: torch.dtype) -> Program
         new = rewrite(new, Plan.from_json({**entry.plan, "fingerprint": None}), check=False)
     kept = {n for n, _ in program.named_buffers() if n in program.origin}  # buffers of passes keep their own dtype
     new.load_state_dict(
-        {
-            n: t.to(dtype) if t.is_floating_point() and n not in kept else t
-            for n, t in program.state_dict().items()
-        }
+        {n: t.to(dtype) if t.is_floating_point() and n not in kept else t for n, t in program.state_dict().items()}
     )
     new.belongings.companions = program.companions
     return new

@@ -66,9 +66,11 @@ def from_state_dict(
     """
     cls, named = model_class(config, trust=trust)
     if cls is transformers().AutoModel:
-        with wrapped("no model class can be chosen", str(where), "name the class in config.json: architectures"):
-            with torch.device("meta"):
-                cls = type(cls.from_config(config))
+        with (
+            wrapped("no model class can be chosen", str(where), "name the class in config.json: architectures"),
+            torch.device("meta"),
+        ):
+            cls = type(cls.from_config(config))
     with (
         quiet(),
         wrapped(

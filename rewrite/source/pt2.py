@@ -14,7 +14,7 @@ from hcx.rewrite.errors import SourceError, let_through
 
 from .checkpoint import check_bytes
 from .files import damaged, first_line
-from .pt2_check import Unsafe, check_model
+from .pt2_check import UnsafeError, check_model
 
 
 def load_archive(path: Path, *, trust: bool) -> torch.export.ExportedProgram:
@@ -86,7 +86,7 @@ def _check(path: Path, handle: Any) -> None:
     for name in names:
         try:
             _check_member(path, reader, name)
-        except Unsafe as reason:
+        except UnsafeError as reason:
             _refuse(path, str(reason))
         except (ValueError, RuntimeError, RecursionError) as error:
             raise damaged(path, f"its member {name} cannot be read ({first_line(error)})") from error
@@ -95,7 +95,7 @@ def _check(path: Path, handle: Any) -> None:
 def _check_member(path: Path, reader: Any, name: str) -> None:
     """One file of the archive."""
     if name.startswith("data/aotinductor/"):
-        raise Unsafe("compiled native code")
+        raise UnsafeError("compiled native code")
     if name.startswith("models/"):
         check_model(json.loads(reader.read_bytes(name)))
     elif name.endswith("_config.json"):
@@ -110,7 +110,7 @@ def _check_payloads(path: Path, reader: Any, name: str) -> None:
     for label, entry in json.loads(reader.read_bytes(name))["config"].items():
         file = entry["path_name"]
         if not file.startswith(("weight_", "tensor_")):
-            raise Unsafe(f"the pickled object {label!r}")
+            raise UnsafeError(f"the pickled object {label!r}")
         if entry["use_pickle"]:
             check_bytes(reader.read_bytes(f"{folder}/{file}"), path, f"{folder}/{file}")
 

@@ -52,7 +52,7 @@ _SYNTAX = (
 )
 
 
-class Unsafe(Exception):
+class UnsafeError(Exception):
     """Something in the archive that torch.export.save does not write; the message names it."""
 
 
@@ -60,7 +60,7 @@ def check_model(value: Any, key: str = "", *, inside_node: bool = False) -> None
     """Walk a model's JSON and let through only what cannot become code.
 
     Raises:
-        Unsafe: with the first offending text.
+        UnsafeError: with the first offending text.
     """
     if isinstance(value, dict):
         for name, item in value.items():
@@ -93,7 +93,7 @@ def _text(value: str, key: str, inside_node: bool) -> None:
 def _plain(value: str) -> None:
     """Names, dtypes, versions: no quote, bracket or line break that could end a literal in generated source."""
     if not _PLAIN.fullmatch(value):
-        raise Unsafe(f"the text {value[:60]!r} where a name belongs")
+        raise UnsafeError(f"the text {value[:60]!r} where a name belongs")
 
 
 def _target(name: str) -> None:
@@ -112,10 +112,10 @@ def _target(name: str) -> None:
         try:
             found = operator.attrgetter(".".join(parts[2:]))(torch.ops)
         except (AttributeError, RuntimeError):
-            raise Unsafe(f"the call target {name!r}, an operator that is not registered here") from None
+            raise UnsafeError(f"the call target {name!r}, an operator that is not registered here") from None
         if isinstance(found, torch._ops.OpOverload):
             return
-    raise Unsafe(f"the call target {name[:80]!r}")
+    raise UnsafeError(f"the call target {name[:80]!r}")
 
 
 def _parse(text: str, what: str, allowed) -> None:
@@ -123,11 +123,11 @@ def _parse(text: str, what: str, allowed) -> None:
     try:
         tree = ast.parse(text, mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise Unsafe(f"the {what} {text[:60]!r}, which does not parse") from None
+        raise UnsafeError(f"the {what} {text[:60]!r}, which does not parse") from None
     for node in ast.walk(tree):
         literal = not (isinstance(node, ast.Constant) and isinstance(node.value, str)) or _PLAIN.fullmatch(node.value)
         if not literal or not (isinstance(node, _SYNTAX) or allowed(node)):
-            raise Unsafe(f"the {what} {text[:80]!r}")
+            raise UnsafeError(f"the {what} {text[:80]!r}")
 
 
 def _expression_node(node: ast.AST) -> bool:
@@ -159,7 +159,7 @@ def _tree(value: Any) -> None:
     if isinstance(value, dict):
         module, name = value.get("default_factory_module"), value.get("default_factory_name")
         if "__enum__" in value or (module, name) not in ((None, None), *(("builtins", t) for t in _BUILTINS)):
-            raise Unsafe("a tree spec that imports a module")
+            raise UnsafeError("a tree spec that imports a module")
         for key, item in value.items():
             _plain(key)
             _tree(_context(item) if key == "context" else item)

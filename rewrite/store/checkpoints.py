@@ -34,10 +34,8 @@ def load_checkpoint(program, path: str | os.PathLike, *, trust: bool = False) ->
     place = Path(path)
     if not place.exists():
         raise SourceError(f"{place} does not exist", where=str(place))
-    if place.is_dir() and (place / SHARDED).is_file():
-        state = _sharded(program, place, trust)
-    else:
-        state = _whole(place, trust)
+    in_shards = place.is_dir() and (place / SHARDED).is_file()
+    state = _sharded(program, place, trust) if in_shards else _whole(place, trust)
     _copy(program, state, place)
 
 

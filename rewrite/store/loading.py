@@ -151,6 +151,6 @@ def _read_tensors(path: Path, phases: dict[str, int]) -> dict[str, torch.Tensor]
     try:
         with safe_open(path, "pt") as file:
             # copied: addresses inside the file are others than when this was checked, and kernels then sum differently
-            return {name: placed(file.get_tensor(name), phases.get(name, 0)) for name in file.keys()}
+            return {name: placed(file.get_tensor(name), phases.get(name, 0)) for name in file.keys()}  # noqa: SIM118  no mapping
     except (SafetensorError, OSError, ValueError) as error:
         raise ArtefactError(f"{path.name} is damaged or incomplete: {error}", where=str(path)) from error

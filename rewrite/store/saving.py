@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from hcx.rewrite.source.stored import Stored
 
 
-
 def save(program: Program, path: str | os.PathLike, *, overwrite: bool = False) -> None:
     """Write a Program as a folder; complete, or not at all.
 
@@ -125,8 +124,6 @@ def versions() -> dict[str, str]:
     return {"hcx": own, "torch": torch.__version__, "python": ".".join(map(str, sys.version_info[:3]))}
 
 
-
-
 def _unique_tensors(program: Program) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     """Each tensor once under its first name, and other names -> first name."""
     first: dict[int, str] = {}
@@ -139,31 +136,3 @@ def _unique_tensors(program: Program) -> tuple[dict[str, torch.Tensor], dict[str
             first[id(tensor)] = name
             tensors[name] = tensor
     return tensors, tied
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-

@@ -26,7 +26,7 @@ def attempts_for(model, call: Call, others: dict[str, str], masks: list[str], ca
     if cache is not False:
         try:
             maker = cached_calls(model, call, others)
-        except Exception as error:  # noqa: BLE001  any error of the model's own: it is then traced without a cache
+        except Exception as error:
             if not (isinstance(error, HcxError) or raised_by_model(error)):
                 raise
             why = first_line(error)

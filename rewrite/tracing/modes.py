@@ -145,10 +145,6 @@ def _drawing_alike(parameters) -> Iterator[None]:
         yield
 
 
-
-
-
-
 def _draws(target: Any) -> bool:
     return isinstance(target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in target.tags
 
@@ -164,5 +160,3 @@ def _arguments(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> _Argumen
         a.name: args[i] if i < len(args) else kwargs.get(a.name, a.default_value)
         for i, a in enumerate(op._schema.arguments)
     }
-
-

@@ -73,8 +73,6 @@ def strip_prefix(name: str) -> str:
     return "" if name == WRAPPER else name.removeprefix(WRAPPER + ".")
 
 
-
-
 def _drop_assertions(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
         name = getattr(node.target, "_opname", None) if node.op == "call_function" else None
@@ -149,10 +147,6 @@ def _install(root: torch.nn.Module, module: torch.nn.Module, state: dict[str, to
         persistent = old in buffers and old not in transient and not new.startswith("hcx_constants.")
         set_tensor(root, new, tensor, persistent=persistent)
     return names
-
-
-
-
 
 
 def _clean_meta(node: fx.Node) -> None:

@@ -84,10 +84,6 @@ def _trace(model: torch.nn.Module, args: tuple, kwargs: dict | None, cache: bool
     raise AssertionError("unreachable")
 
 
-
-
-
-
 def _trace_once(model: torch.nn.Module, attempt: Attempt, others: dict[str, str]) -> Program:
     probes = None
     call = attempt.call
@@ -155,14 +151,6 @@ def _trace_once(model: torch.nn.Module, attempt: Attempt, others: dict[str, str]
     return program
 
 
-
-
-
-
-
-
-
-
 def _position(model: torch.nn.Module, name: str, positions: dict[str, int]) -> int | None:
     if name in positions:
         return positions[name]
@@ -178,40 +166,6 @@ def _flat_cache_name(name: str, cache: str, prefix: str) -> str:
     if not name.startswith(cache + "."):
         return name
     return f"{prefix}.{name.removeprefix(cache + '.').removeprefix(OWN + '.')}"
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
 
 
 def from_exported(exported: torch.export.ExportedProgram) -> Program:

@@ -531,7 +531,7 @@ class Lstm(nn.Module):
         self.out = nn.Linear(12, 3)
 
     def forward(self, x):
-        y, (h, c) = self.rnn(x)
+        y, (h, _) = self.rnn(x)
         return self.out(x + y), h
 
 

@@ -457,7 +457,7 @@ def _cell(step: Callable[[], str]) -> str:
         return f"refused: {type(error).__name__}: {error.what}" + (f" [{error.where}]" if error.where else "")
     except Wrong as error:
         return f"WRONG: {error}"
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  any error of any case is a line of the list
         import traceback
 
         frame = next(

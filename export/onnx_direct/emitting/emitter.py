@@ -13,7 +13,7 @@ import torch
 
 from .decompose import Known
 from .symbols import Size, Symbols
-from .unsupported import Unsupported
+from .unsupported import UnsupportedError
 
 DTYPES: dict[torch.dtype, ir.DataType] = {
     torch.float32: ir.DataType.FLOAT,
@@ -29,9 +29,9 @@ DTYPES: dict[torch.dtype, ir.DataType] = {
 
 
 def onnx_dtype(dtype: torch.dtype) -> ir.DataType:
-    """ONNX element type; raises Unsupported for types without arithmetic in ONNX Runtime on CPU."""
+    """ONNX element type; raises UnsupportedError for types without arithmetic in ONNX Runtime on CPU."""
     if dtype not in DTYPES:
-        raise Unsupported(f"dtype {dtype}")
+        raise UnsupportedError(f"dtype {dtype}")
     return DTYPES[dtype]
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import sympy
 import torch
 
-from .unsupported import Unsupported
+from .unsupported import UnsupportedError
 
 if TYPE_CHECKING:
     import onnx_ir as ir
@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from .emitter import Emitter
 
 Size = int | sympy.Expr
-
-
 
 
 class Symbols:
@@ -87,7 +85,7 @@ class Symbols:
             source, axis = self._sources[size]
             return self._emitter.op("Shape", source, start=axis, end=axis + 1)
         if isinstance(size, sympy.Symbol):
-            raise Unsupported(f"size {size} is not a dimension of an input")
+            raise UnsupportedError(f"size {size} is not a dimension of an input")
         return self._expression(size)
 
     def _expression(self, size: sympy.Expr) -> ir.Value:
@@ -106,7 +104,7 @@ class Symbols:
             return floor_divide(self._emitter, *arguments)
         if kind in ("Mod", "PythonMod"):
             return self._emitter.op("Mod", *arguments)
-        raise Unsupported(f"size expression {size}")
+        raise UnsupportedError(f"size expression {size}")
 
 
 def floor_divide(e: Emitter, a: Any, b: Any) -> ir.Value:

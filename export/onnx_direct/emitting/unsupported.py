@@ -3,5 +3,5 @@
 from __future__ import annotations
 
 
-class Unsupported(Exception):
+class UnsupportedError(Exception):
     """The direct emitter has no exact translation; the reason is for the report."""

@@ -6,7 +6,7 @@ import math
 
 import torch
 from hcx.export.onnx_direct.emitting.emitter import Emitter, Operand
-from hcx.export.onnx_direct.emitting.unsupported import Unsupported
+from hcx.export.onnx_direct.emitting.unsupported import UnsupportedError
 
 from .registry import op
 
@@ -61,7 +61,7 @@ def prelu(e: Emitter, x: Operand, weight: Operand):
 @op("elu.default")
 def elu(e: Emitter, x: Operand, alpha=1.0, scale=1.0, input_scale=1.0):
     if (scale, input_scale) != (1, 1):
-        raise Unsupported("elu with scales")
+        raise UnsupportedError("elu with scales")
     return e.op("Elu", x, alpha=float(alpha))
 
 
@@ -140,5 +140,5 @@ def masked_softmax(e: Emitter, scores, axis: int, dtype: torch.dtype):
 @op("dropout.default", "feature_dropout.default", "alpha_dropout.default")
 def dropout(e: Emitter, x: Operand, p, train):
     if train and p:
-        raise Unsupported("dropout in training mode")
+        raise UnsupportedError("dropout in training mode")
     return x.value

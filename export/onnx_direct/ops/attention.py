@@ -11,7 +11,7 @@ import math
 import sympy
 import torch
 from hcx.export.onnx_direct.emitting.emitter import Emitter, Operand
-from hcx.export.onnx_direct.emitting.unsupported import Unsupported
+from hcx.export.onnx_direct.emitting.unsupported import UnsupportedError
 
 from .activation import masked_softmax
 from .registry import op
@@ -31,11 +31,11 @@ def attention(
 ):
     """query [..., H, L, E], key [..., G, S, E], value [..., G, S, Ev] → [..., H, L, Ev]; H is a multiple of G."""
     if dropout_p:
-        raise Unsupported("attention with dropout")
+        raise UnsupportedError("attention with dropout")
     if query.rank not in (3, 4):
-        raise Unsupported(f"attention of rank {query.rank}")
+        raise UnsupportedError(f"attention of rank {query.rank}")
     if not isinstance(query.shape[-1], int):
-        raise Unsupported("attention with an open head size")
+        raise UnsupportedError("attention with an open head size")
     scale = 1 / math.sqrt(query.shape[-1]) if scale is None else float(scale)
     q, k, v = (_four(e, t) for t in (query, key, value))
     mask = _mask(e, q, k, attn_mask, is_causal)
@@ -59,7 +59,7 @@ def _mask(e: Emitter, q: Operand, k: Operand, mask: Operand | None, is_causal: b
         columns = e.op("Range", e.to(0, torch.int64), e.to(total, torch.int64), e.to(1, torch.int64))
         lower = e.op("LessOrEqual", columns, e.op("Unsqueeze", rows, e.axes(1)))
         if mask is not None:
-            raise Unsupported("attention with a mask and is_causal")
+            raise UnsupportedError("attention with a mask and is_causal")
         return Operand(lower, torch.bool, (length, total))
     if mask is None or mask.rank in (2, 4):
         return mask
@@ -84,7 +84,7 @@ def _spelled_out(e: Emitter, q: Operand, k: Operand, v: Operand, mask: Operand |
     k, v = (_repeated(e, t, q.shape[1]) for t in (k, v))
     root = e.const(math.sqrt(scale), q.dtype) if scale > 0 else None
     if root is None:
-        raise Unsupported("attention with a scale that is not positive")
+        raise UnsupportedError("attention with a scale that is not positive")
     scores = e.op("MatMul", e.op("Mul", q, root), e.op("Mul", e.op("Transpose", k, perm=[0, 1, 3, 2]), root))
     if mask is None:
         return e.op("MatMul", e.op("Softmax", scores, axis=-1), v)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from hcx.export.onnx_direct.emitting.emitter import Emitter, Operand
 from hcx.export.onnx_direct.emitting.symbols import Size
-from hcx.export.onnx_direct.emitting.unsupported import Unsupported
+from hcx.export.onnx_direct.emitting.unsupported import UnsupportedError
 
 from .registry import op
 from .shape import slice_ as real_slice
@@ -63,7 +63,7 @@ def mul(e: Emitter, x: Operand, other):
     if isinstance(other, int | float):
         return e.op("Mul", x, e.const(float(other), e.out.dtype.to_real()))
     if not isinstance(other, Operand):
-        raise Unsupported("multiplication with a complex number")
+        raise UnsupportedError("multiplication with a complex number")
     if not x.dtype.is_complex or not other.dtype.is_complex:
         pair, real = (x, other) if x.dtype.is_complex else (other, x)
         return e.op("Mul", pair, e.op("Unsqueeze", real, e.axes(real.rank)))
@@ -106,7 +106,7 @@ def select(e: Emitter, x: Operand, dim, index):
 def index(e: Emitter, x: Operand, indices):
     """Rows of a table, for instance by position."""
     if len(indices) != 1:
-        raise Unsupported("indexing a complex tensor along several dimensions")
+        raise UnsupportedError("indexing a complex tensor along several dimensions")
     return e.op("Gather", x, indices[0], axis=0)
 
 

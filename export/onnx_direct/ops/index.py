@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from hcx.export.onnx_direct.emitting.emitter import Emitter, Operand
 from hcx.export.onnx_direct.emitting.symbols import Size
-from hcx.export.onnx_direct.emitting.unsupported import Unsupported
+from hcx.export.onnx_direct.emitting.unsupported import UnsupportedError
 
 from .registry import op
 
@@ -23,7 +23,7 @@ def gather(e: Emitter, x: Operand, dim, index: Operand, sparse_grad=False):
 @op("take_along_dim.default")
 def take_along_dim(e: Emitter, x: Operand, indices: Operand, dim=None):
     if dim is None:
-        raise Unsupported("take_along_dim without a dimension")
+        raise UnsupportedError("take_along_dim without a dimension")
     axis = x.axis(dim)
     both = e.out.shape
     wide = e.expand(x, x.shape, tuple(x.shape[i] if i == axis else s for i, s in enumerate(both)))
@@ -105,7 +105,7 @@ def _common(shapes) -> tuple[Size, ...]:
 
 def _masked(e: Emitter, x: Operand, used: list[tuple[int, Operand]]):
     if len(used) > 1 or used[0][0] != 0:
-        raise Unsupported("indexing by several tensors of which one is a mask")
+        raise UnsupportedError("indexing by several tensors of which one is a mask")
     positions = e.op("Transpose", e.op("NonZero", e.to(used[0][1], torch.bool)), perm=[1, 0])
     return e.op("GatherND", x, positions)
 
@@ -114,7 +114,7 @@ def _masked(e: Emitter, x: Operand, used: list[tuple[int, Operand]]):
 def index_put(e: Emitter, x: Operand, indices, values: Operand, accumulate=False):
     used = [(d, i) for d, i in enumerate(indices) if i is not None]
     if [d for d, _ in used] != list(range(len(used))):
-        raise Unsupported("index_put behind a dimension that is kept")
+        raise UnsupportedError("index_put behind a dimension that is kept")
     if any(i.dtype in (torch.bool, torch.uint8) for _, i in used):
         return _put_where(e, x, used, values, accumulate)
     common = _common(i.shape for _, i in used)
@@ -128,7 +128,7 @@ def index_put(e: Emitter, x: Operand, indices, values: Operand, accumulate=False
 def _put_where(e: Emitter, x: Operand, used, values: Operand, accumulate: bool):
     """A mask and one value."""
     if len(used) > 1 or values.rank or accumulate:
-        raise Unsupported("index_put with a mask and more than one value")
+        raise UnsupportedError("index_put with a mask and more than one value")
     mask = used[0][1]
     shape = (*mask.shape, *(1,) * (x.rank - mask.rank))
     return e.op("Where", mask if mask.rank == x.rank else e.reshape(mask, shape), values, x)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sympy
 from hcx.export.onnx_direct.emitting.emitter import Emitter, Operand
 from hcx.export.onnx_direct.emitting.symbols import Size
-from hcx.export.onnx_direct.emitting.unsupported import Unsupported
+from hcx.export.onnx_direct.emitting.unsupported import UnsupportedError
 
 from .registry import op
 
@@ -60,7 +60,7 @@ def outer(e: Emitter, x: Operand, vec2: Operand):
 @op("einsum.default")
 def einsum(e: Emitter, equation: str, tensors, path=None):
     if "..." in equation and "->" not in equation:
-        raise Unsupported("einsum with an implied output")
+        raise UnsupportedError("einsum with an implied output")
     return e.op("Einsum", *tensors, equation=equation.replace(" ", ""))
 
 

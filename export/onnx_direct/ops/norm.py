@@ -6,7 +6,7 @@ import numpy as np
 import sympy
 import torch
 from hcx.export.onnx_direct.emitting.emitter import Emitter, Operand
-from hcx.export.onnx_direct.emitting.unsupported import Unsupported
+from hcx.export.onnx_direct.emitting.unsupported import UnsupportedError
 
 from .registry import op
 
@@ -24,7 +24,7 @@ def layer_norm(e: Emitter, x: Operand, normalized_shape, weight=None, bias=None,
 def native_layer_norm(e: Emitter, x: Operand, normalized_shape, weight, bias, eps):
     axis = x.rank - len(normalized_shape)
     if weight is None:
-        raise Unsupported("native_layer_norm without a weight")
+        raise UnsupportedError("native_layer_norm without a weight")
     return list(e.op("LayerNormalization", x, weight, bias, axis=axis, epsilon=float(eps), outputs=3))
 
 
@@ -53,7 +53,7 @@ def _over_rms(e: Emitter, x: Operand, axes, eps: float):
 @op("batch_norm.default")
 def batch_norm(e: Emitter, x: Operand, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled):
     if training:
-        raise Unsupported("batch_norm with the statistics of the batch")
+        raise UnsupportedError("batch_norm with the statistics of the batch")
     return _batch_norm(e, x, weight, bias, running_mean, running_var, eps)
 
 
@@ -91,7 +91,7 @@ def instance_norm(
         return _batch_norm(e, x, weight, bias, running_mean, running_var, eps)
     channels = x.shape[1]
     if not isinstance(channels, int):
-        raise Unsupported("instance_norm over an open number of channels")
+        raise UnsupportedError("instance_norm over an open number of channels")
     scale = weight if weight is not None else e.const([1.0] * channels, x.dtype)
     shift = bias if bias is not None else e.const([0.0] * channels, x.dtype)
     return e.op("InstanceNormalization", x, scale, shift, epsilon=float(eps))

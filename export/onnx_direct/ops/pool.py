@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hcx.export.onnx_direct.emitting.emitter import Emitter, Operand
-from hcx.export.onnx_direct.emitting.unsupported import Unsupported
+from hcx.export.onnx_direct.emitting.unsupported import UnsupportedError
 
 from .registry import op
 
@@ -52,7 +52,7 @@ def _avg_pool(dims: int):
         divisor_override=None,
     ):
         if divisor_override is not None or ceil_mode:
-            raise Unsupported("avg_pool with divisor_override or ceil_mode")
+            raise UnsupportedError("avg_pool with divisor_override or ceil_mode")
         kernel, pads = _each(kernel_size, dims), _each(padding, dims)
         return _batched(
             e,
@@ -83,7 +83,7 @@ def _adaptive(kind: str, reduce: str, dims: int):
         if all(t == 1 for t in target):
             return e.op(reduce, x, e.axes(*range(x.rank - dims, x.rank)), keepdims=1)
         if not all(isinstance(s, int) and s % t == 0 for s, t in zip(sizes, target, strict=True)):
-            raise Unsupported(f"adaptive pool of {sizes} to {target}")
+            raise UnsupportedError(f"adaptive pool of {sizes} to {target}")
         kernel = [s // t for s, t in zip(sizes, target, strict=True)]
         return _batched(e, x, dims, lambda v: e.op(kind, v, kernel_shape=kernel, strides=kernel))
 

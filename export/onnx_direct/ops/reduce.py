@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from hcx.export.onnx_direct.emitting.emitter import Emitter, Operand
-from hcx.export.onnx_direct.emitting.unsupported import Unsupported
+from hcx.export.onnx_direct.emitting.unsupported import UnsupportedError
 
 from .registry import op
 
@@ -143,7 +143,7 @@ def vector_norm(e: Emitter, x: Operand, ord=None, p=None, dim=None, keepdim=Fals
     order = ord if ord is not None else p if p is not None else 2
     kinds = {1: "ReduceL1", 2: "ReduceL2"}
     if order not in kinds:
-        raise Unsupported(f"norm of order {order}")
+        raise UnsupportedError(f"norm of order {order}")
     return _reduce(e, kinds[order], x, dim, keepdim)
 
 
@@ -160,7 +160,7 @@ def topk(e: Emitter, x: Operand, k, dim=-1, largest=True, sorted=True):
 @op("sort.default", "sort.stable")
 def sort(e: Emitter, x: Operand, dim=-1, descending=False, stable=None):
     if x.dtype is torch.bool:
-        raise Unsupported("sort of bools")
+        raise UnsupportedError("sort of bools")
     axis = x.axis(dim)
     return list(e.op("TopK", x, e.sizes([x.shape[axis]]), axis=axis, largest=int(descending), sorted=1, outputs=2))
 

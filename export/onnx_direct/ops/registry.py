@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from hcx.export.onnx_direct.emitting.unsupported import Unsupported
+from hcx.export.onnx_direct.emitting.unsupported import UnsupportedError
 
 RENAMED = {"self": "x", "input": "x"}
 """Schema names that translators spell differently."""
@@ -73,7 +73,7 @@ def find(target: Any, complex_numbers: bool = False) -> Translator | None:
 
 
 def arguments(target: torch._ops.OpOverload, translator: Translator, args: tuple, kwargs: dict) -> dict[str, Any]:
-    """Bind a call to the schema, with defaults; raises Unsupported for what the translator does not handle."""
+    """Bind a call to the schema, with defaults; raises UnsupportedError for what the translator does not handle."""
     bound: dict[str, Any] = {}
     for index, argument in enumerate(target._schema.arguments):
         name = RENAMED.get(argument.name, argument.name)
@@ -82,5 +82,5 @@ def arguments(target: torch._ops.OpOverload, translator: Translator, args: tuple
         if name in translator.accepts:
             bound[name] = value
         elif given and value != argument.default_value and name not in IN_THE_RESULT:
-            raise Unsupported(f"{target} with {argument.name}={value}")
+            raise UnsupportedError(f"{target} with {argument.name}={value}")
     return bound

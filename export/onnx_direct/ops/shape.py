@@ -6,7 +6,7 @@ import sympy
 import torch
 from hcx.export.onnx_direct.emitting.emitter import Emitter, Operand
 from hcx.export.onnx_direct.emitting.symbols import Size
-from hcx.export.onnx_direct.emitting.unsupported import Unsupported
+from hcx.export.onnx_direct.emitting.unsupported import UnsupportedError
 
 from .registry import op
 
@@ -191,7 +191,7 @@ def flip(e: Emitter, x: Operand, dims):
 @op("roll.default")
 def roll(e: Emitter, x: Operand, shifts, dims=()):
     if not dims:
-        raise Unsupported("roll of a flattened tensor")
+        raise UnsupportedError("roll of a flattened tensor")
     value = x.value
     for shift, dim in zip(shifts, dims, strict=True):
         axis = x.axis(dim)
