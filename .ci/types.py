@@ -52,7 +52,9 @@ def main(arguments: list[str]) -> int:
     if arguments == ["--update"]:
         RATCHET.write_text("".join(f"{n:4d} {name}\n" for name, n in sorted(counts.items())))
     allowed = {name: int(n) for n, name in (line.split() for line in RATCHET.read_text().splitlines())}
-    grown = [f"{name}: {n} errors, {allowed.get(name, 0)} allowed" for name, n in counts.items() if n > allowed.get(name, 0)]
+    grown = [
+        f"{name}: {n} errors, {allowed.get(name, 0)} allowed" for name, n in counts.items() if n > allowed.get(name, 0)
+    ]
     print("\n".join([*strict, *grown, f"{len(found)} errors under --strict, {len(strict)} in strict rooms"]))
     return 1 if strict or grown else 0
 

@@ -113,9 +113,7 @@ def trace(
     return Program.over(tracer.trace(model, args, kwargs, cache=cache))
 
 
-def load(
-    path: str | os.PathLike[str], *, weights: str | os.PathLike[str] | None = None, lazy: bool = False
-) -> Program:
+def load(path: str | os.PathLike[str], *, weights: str | os.PathLike[str] | None = None, lazy: bool = False) -> Program:
     """Read an artefact back; see :func:`hcx.rewrite.store.loading.load`."""
     return Program.over(loading.load(path, weights=weights, lazy=lazy))
 

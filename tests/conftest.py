@@ -159,9 +159,19 @@ def group_of(item: pytest.Item) -> str:
 def content_of(value: Any) -> Any:
     """Something hashable that is equal for equal tensors, models and containers of them."""
     if isinstance(value, torch.Tensor):
-        return str(value.dtype), tuple(value.shape), value.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes()
+        return (
+            str(value.dtype),
+            tuple(value.shape),
+            value.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes(),
+        )
     if isinstance(value, torch.nn.Module):
-        return type(value), str(getattr(value, "config", None)), repr(value), value.training, content_of(value.state_dict())
+        return (
+            type(value),
+            str(getattr(value, "config", None)),
+            repr(value),
+            value.training,
+            content_of(value.state_dict()),
+        )
     if isinstance(value, dict):
         return tuple((key, content_of(item)) for key, item in value.items())
     return tuple(map(content_of, value)) if isinstance(value, (tuple, list)) else repr(value)

@@ -385,17 +385,9 @@ def _batches(program: Program) -> set[str]:
     }
 
 
-
-
-
-
 def default_places(depth: int) -> tuple[int, ...]:
     """Two thirds and five sixths of the depth, where these are blocks before the last."""
     return tuple(sorted({k for k in (ceil(2 * depth / 3), ceil(5 * depth / 6)) if 0 < k < depth}))
-
-
-
-
 
 
 def _text(node: fx.Node) -> str:

@@ -27,8 +27,6 @@ Batches = Sequence[list[torch.Tensor]]
 """Flat inputs, one list a call."""
 
 
-
-
 @dataclass
 class Separation:
     """What was found.

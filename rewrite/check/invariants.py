@@ -23,18 +23,6 @@ def check_grad_mode(program: Program, inputs: list[list[torch.Tensor]], got: lis
     )
 
 
-
-
-
-
-
-
-
-
-
-
-
-
 def check_shapes(program: Program, base: Program) -> Check:
     """Without values: the graph computes in shapes and dtypes from its inputs on, and outputs have those of before."""
     from hcx.rewrite.ir.fork import fork
@@ -60,5 +48,3 @@ def check_base_untouched(program: Program, base: Program) -> Check:
     return Check(
         "base parameters untouched", not changed, {"tensors": len(theirs)}, f"changed: {changed[:3]}" if changed else ""
     )
-
-

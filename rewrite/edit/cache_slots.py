@@ -69,8 +69,8 @@ def add_cache_slots(editor: Inserter, inputs: list[fx.Node]) -> dict[fx.Node, fx
             renumbered: dict[int, int] = {}
             for index in tensor_indices(slot):
                 old = signature.inputs[index]
-                node = _new_placeholder(editor, 
-                    last, placeholders[index], f"{CACHE}.{number}.{old.name.split('.', 2)[2]}"
+                node = _new_placeholder(
+                    editor, last, placeholders[index], f"{CACHE}.{number}.{old.name.split('.', 2)[2]}"
                 )
                 renumbered[index] = len(signature.inputs)
                 signature.inputs.append(InputSpec(node.meta["hcx_name"], old.dtype, old.shape, old.fill))

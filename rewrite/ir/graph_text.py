@@ -202,7 +202,9 @@ def from_json(data: dict[str, Any], tensors: set[str]) -> fx.Graph:
         graph.lint()
     except ArtefactError:
         raise
-    except Exception as error:  # a foreign file: what it lacks or holds too much of shows as any type, here and in torch
+    except (
+        Exception
+    ) as error:  # a foreign file: what it lacks or holds too much of shows as any type, here and in torch
         raise ArtefactError(
             f"the graph file is damaged: {type(error).__name__}: {error}", where="graph.json"
         ) from error

@@ -141,11 +141,3 @@ def _copied_together(one: fx.Node, other: fx.Node) -> bool:
 def _where(node: fx.Node) -> str:
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     return f"{stack[-1][0] if stack else ''} {node.target}".strip()
-
-
-
-
-
-
-
-

@@ -358,8 +358,6 @@ class CallSignature:
         )
 
 
-
-
 def size_of(dim: Dim, sizes: dict[str, int]) -> int:
     """Value of a dimension expression."""
     return dim if isinstance(dim, int) else sum(sizes[name] for name in dim.split("+"))

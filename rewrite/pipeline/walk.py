@@ -110,8 +110,6 @@ def _tidy(program: Program) -> None:
     program.forget_compiled()
 
 
-
-
 def _check_sites(step: Pass, program: Program, given: PassPlan) -> None:
     """Every site of an edited plan must be one that the pass itself would find."""
     known = {s.address: s.detail for s in step.plan(program).sites or ()}
