@@ -23,6 +23,7 @@ from hcx.rewrite import UsageError, load
 
 from tests.test_exit_heads import streams
 
+pytestmark = pytest.mark.usefixtures("traced_once")
 NEVER = math.inf
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.conftest import tiny_llama, token_ids
+from tests.conftest import token_ids
 
 NEAR = 1e-4
 PLACES = (2, 4)
@@ -35,11 +35,9 @@ def set_thresholds(program, value: float) -> None:
 
 
 @pytest.fixture(scope="module")
-def plain():
+def plain(llama_without_cache):
     """A Llama without a cache, its Program, and rows of token ids."""
-    model = tiny_llama(6)
-    program = trace(model, (token_ids(24).reshape(2, 12),), {"use_cache": False})
-    return model, program, token_ids(400).reshape(8, 50)
+    return llama_without_cache.model, llama_without_cache.program, token_ids(400).reshape(8, 50)
 
 
 @pytest.fixture(scope="module")
@@ -462,5 +460,6 @@ def test_classifier_heads_learn_through_taps_in_this_form_too(stages):
         assert bool(parameter.grad.any()), name
 
 
+@pytest.mark.usefixtures("traced_once")
 def test_it_conforms():
     assert conformance("exits{at=[1,2],form=cond}", subprocesses=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 from hcx.passes import Exits
@@ -53,11 +55,17 @@ def exits(llama):
     return program, threshold
 
 
-def test_recompute_gives_the_logits_of_a_forward_without_a_cache(llama, exits, max_diff):
-    program, threshold = exits
+@pytest.fixture(scope="module")
+def decoders(exits):
+    """Decoders of these exits by policy, each cut once; feeding and generating begin by forgetting."""
+    return cache(lambda kv: Decoder(exits[0], kv))
+
+
+def test_recompute_gives_the_logits_of_a_forward_without_a_cache(llama, exits, decoders, max_diff):
+    _, threshold = exits
     ids = llama.ids(3, 20)
     expected, depths = taken(exit_logits(llama.model, ids, PLACES), threshold, PLACES, 6)
-    got, found = fed(Decoder(program, "recompute"), ids)
+    got, found = fed(decoders("recompute"), ids)
     assert len(depths.unique()) == 3 and torch.equal(found, depths)
     assert max_diff(got, expected) <= NEAR
 
@@ -80,10 +88,10 @@ def test_smollm2_recomputes_exactly_over_3_x_64_tokens(smollm2, max_diff):
     assert worst <= max(NEAR, 2 * usual) and usual <= 1e-3
 
 
-def test_propagate_holds_what_has_left_where_it_was(llama, exits, max_diff):
+def test_propagate_holds_what_has_left_where_it_was(llama, exits, decoders, max_diff):
     """Rows leave at different depths in one batch: the same by hand, and each row as if it were alone."""
-    program, threshold = exits
-    ids, decoder = llama.ids(3, 20), Decoder(program, "propagate")
+    _, threshold = exits
+    ids, decoder = llama.ids(3, 20), decoders("propagate")
     with torch.no_grad():
         expected, depths = by_hand(llama.model, ids, PLACES, threshold)
     got, found = fed(decoder, ids, leave=True)
@@ -119,9 +127,9 @@ def masked_by_hand(model, ids, threshold, window=None):
     return logits, depth
 
 
-def test_mask_leaves_out_what_has_left(llama, exits, max_diff):
-    program, threshold = exits
-    ids, decoder = llama.ids(3, 20), Decoder(program, "mask")
+def test_mask_leaves_out_what_has_left(llama, exits, decoders, max_diff):
+    _, threshold = exits
+    ids, decoder = llama.ids(3, 20), decoders("mask")
     with torch.no_grad():
         expected, depths = masked_by_hand(llama.model, ids, threshold)
     got, found = fed(decoder, ids)
@@ -152,15 +160,15 @@ def test_mask_counts_windows_in_places_whoever_shares_the_batch(max_diff):
         assert max_diff(fed(decoder, ids[row : row + 1])[0][0], got[row]) <= 1e-5
 
 
-def test_generating_with_exact_caches_is_greedy_decoding_of_the_select_form(llama, exits):
+def test_generating_with_exact_caches_is_greedy_decoding_of_the_select_form(llama, exits, decoders):
     program, _ = exits
     ids, mask = llama.ids(2, 8), torch.ones(2, 8, dtype=torch.int64)
     mask[0, :3] = 0
-    made = Decoder(program, "recompute").generate(ids, 16, mask=mask)
+    made = decoders("recompute").generate(ids, 16, mask=mask)
     assert torch.equal(made.tokens, greedy(program, ids, 16, attention_mask=mask))
     assert len(made.depths.unique()) == 3 and made.depths.shape == (2, 16) and made.logits.shape == (2, 16, 128)
     stop = made.tokens[0, 10].item()
-    stopped = Decoder(program, "recompute").generate(ids[:1], 16, mask=mask[:1], stop=stop).tokens[0]
+    stopped = decoders("recompute").generate(ids[:1], 16, mask=mask[:1], stop=stop).tokens[0]
     assert (
         stop not in stopped[8:-1].tolist()
         and stopped[-1] == stop
@@ -168,7 +176,7 @@ def test_generating_with_exact_caches_is_greedy_decoding_of_the_select_form(llam
     )
 
 
-def test_thresholds_fall_along_a_text(llama, exits, max_diff):
+def test_thresholds_fall_along_a_text(llama, exits, decoders, max_diff):
     program, threshold = exits
     ids, logits = llama.ids(3, 24), exit_logits(llama.model, llama.ids(3, 24), PLACES)
     limits = threshold * (0.9 + 0.1 * torch.exp(-4 * torch.arange(24) / 12))  # token 0 answers the first call
@@ -178,7 +186,7 @@ def test_thresholds_fall_along_a_text(llama, exits, max_diff):
         expected, depths = torch.where(fire[..., None], here, expected), torch.where(fire, k, depths)
     got, found = fed(Decoder(program, decay=12), ids)
     assert torch.equal(found, depths) and max_diff(got, expected) <= NEAR
-    assert not torch.equal(fed(Decoder(program), ids)[1], depths)
+    assert not torch.equal(fed(decoders("recompute"), ids)[1], depths)
     with pytest.raises(UsageError, match="decay"):
         Decoder(program, decay=0)
 
@@ -242,7 +250,7 @@ def test_drafts_of_heads_whose_score_reads_some_rows(llama, head):
         assert piece.weight_bytes == rows + translator + norm + numbers, "nine rows of the head, not all of it"
 
 
-def test_refusals(llama, exits):
+def test_refusals(llama, exits, decoders):
     program, _ = exits
     with pytest.raises(UsageError, match="no policy"):
         Decoder(program, "copy")
@@ -253,17 +261,17 @@ def test_refusals(llama, exits):
     with pytest.raises(UsageError, match="no exit after 3"):
         speculate(program, llama.ids(1, 5), 3, at=3)
     with pytest.raises(UsageError, match="exact"):
-        speculate(Decoder(program, "mask"), llama.ids(1, 5), 3)
+        speculate(decoders("mask"), llama.ids(1, 5), 3)
     with pytest.raises(UsageError, match="cannot draft"):
         speculate(program, llama.ids(1, 5), 3, draft=0)
-    for steps, attempt in ((0, speculate), (-1, lambda *given: Decoder(program).generate(*given[1:]))):
+    for steps, attempt in ((0, speculate), (-1, lambda *given: decoders("recompute").generate(*given[1:]))):
         with pytest.raises(UsageError, match="cannot add"):
             attempt(program, llama.ids(1, 5), steps)
     for ids in (llama.ids(1, 5)[0], llama.ids(2, 5)[:, :0]):
         with pytest.raises(UsageError, match="prompts are"):
-            Decoder(program).generate(ids, 3)
+            decoders("recompute").generate(ids, 3)
     with pytest.raises(UsageError, match="is padding"):
-        Decoder(program).generate(llama.ids(2, 5), 3, mask=torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]))
+        decoders("recompute").generate(llama.ids(2, 5), 3, mask=torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]]))
     with pytest.raises(UsageError, match="temperature"):
         sampler(0)
     block = llama.program.rewrite("exits{at=[2],head=block,score=cosine}", check=False)

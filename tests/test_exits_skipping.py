@@ -5,25 +5,24 @@ from __future__ import annotations
 import pytest
 import torch
 from hcx.passes.exits import calibrate, fit, set_thresholds
-from hcx.rewrite import NoMatchError, UsageError, load, trace
-from hcx.rewrite.ir.aliases import mutated
+from hcx.rewrite import NoMatchError, UsageError, load
+from hcx.rewrite.ir.mutation import mutated
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.conftest import tiny_llama, token_ids
+from tests.conftest import token_ids
 from tests.zoo import traced
 
 PLACES = (2, 4)
 
 
 @pytest.fixture(scope="module")
-def plain():
-    model = tiny_llama(6)
-    return trace(model, (token_ids(24).reshape(2, 12),), {"use_cache": False})
+def plain(llama_without_cache):
+    return llama_without_cache.program
 
 
 @pytest.fixture(scope="module")
-def cached():
-    return trace(tiny_llama(6), (token_ids(24).reshape(2, 12),))
+def cached(llama):
+    return llama.program
 
 
 def same(one, other, ids) -> bool:

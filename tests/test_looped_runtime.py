@@ -11,16 +11,15 @@ from hcx.rewrite.ir.control import While
 from hcx.rewrite.testing import conformance, tiny_decoder
 from torch.nn import functional as F
 
-from tests.conftest import tiny_llama, token_ids
+from tests.conftest import token_ids
 
 WINDOW = {"start": 2, "end": 4}
 FORMS = [("output", 0.25), ("input", 0.3), ("input_rms", 0.3)]
 
 
 @pytest.fixture(scope="module")
-def plain():
-    model = tiny_llama(6)
-    return model, trace(model, (token_ids(24).reshape(2, 12),), {"use_cache": False})
+def plain(llama_without_cache):
+    return llama_without_cache.model, llama_without_cache.program
 
 
 @pytest.fixture(scope="module")
@@ -146,6 +145,7 @@ def test_exits_that_skip_find_the_blocks_around_the_loop(loops):
         assert torch.equal(both(ids, steps=2).logits, loops["input", 0.3](ids, steps=2).logits)
 
 
+@pytest.mark.usefixtures("traced_once")
 def test_it_conforms():
     assert conformance("looped{start=1,end=3,runtime=true}", subprocesses=False)
 

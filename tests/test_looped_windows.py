@@ -19,6 +19,8 @@ from tests import loops_by_hand, trained_nets, zoo
 from tests.conftest import need
 from tests.test_cli import folder  # noqa: F401  a tiny model with a tokenizer
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 
 def planned(program, options: str = ""):
     return program.plan(f"looped{{{options}}}" if options else "looped").steps[0]

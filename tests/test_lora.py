@@ -264,6 +264,7 @@ def test_weights_that_are_not_finite_are_refused_by_name():
         trace(net, (torch.randn(2, 8),)).rewrite("lora")
 
 
+@pytest.mark.usefixtures("traced_once")
 @pytest.mark.parametrize("text", ["lora", "lora{rank=2,alpha=4,rslora=true,target=[head,qkv],dropout=0.1}"])
 def test_conformance(text):
     conformance(text, subprocesses=text == "lora")

@@ -20,6 +20,8 @@ from torch import nn
 from tests.test_composition import llama, randomise, traced
 from tests.test_hc import ByHand
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 # ---- figures of matrices
 
 

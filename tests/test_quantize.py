@@ -270,6 +270,7 @@ def test_exits_read_the_dequantised_head(llama, max_diff):
     assert len([n for n in program.graph.nodes if n.target == "hcx.quantize_0.lm_head.codes"]) == 1
 
 
+@pytest.mark.usefixtures("traced_once")
 @pytest.mark.parametrize("text", ["quantize{bits=3,group=8}", "quantize{target=[head,up],symmetric=true}"])
 def test_conformance(text):
     conformance(text, subprocesses="target" in text)
