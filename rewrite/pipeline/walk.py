@@ -62,7 +62,7 @@ def _why(before: str, after: str, place: Any) -> str:
 def _apply(step: Pass, program: Program, pass_plan: PassPlan, editor: Editor, edited: bool) -> None:
     """Apply a step; what goes wrong in a plan that was given is put down to the plan."""
     if edited:
-        for site in pass_plan.sites:
+        for site in pass_plan.sites or ():
             if wrong := step.misfit(program, site.detail):
                 raise PlanError(f"the plan's site `{site.address}` does not fit: {wrong}", where=step.name)
     try:
@@ -108,8 +108,6 @@ def _tidy(program: Program) -> None:
     program.graph.eliminate_dead_code(is_impure_node=is_impure)
     program.graph.lint()
     program.forget_compiled()
-
-
 
 
 def _check_sites(step: Pass, program: Program, given: PassPlan) -> None:
