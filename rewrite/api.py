@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import torch
 
 from . import driver
 from .check.report import Check
+from .check.suite import Progress
 from .host import module as modules
 from .host import optimiser
 from .host import pretrained as transformers_form
 from .host.retrace import cast
 from .ir import program as core
 from .ir.moving import asked
+from .pipeline.passbase import Pass
 from .pipeline.plan import Plan
 from .run import inputs
 from .sites.subject import Subject
@@ -24,7 +26,7 @@ from .tracing import tracer
 if TYPE_CHECKING:
     from .host.module import ProgramModule
 
-What = "str | Plan | Pass | list[str | Pass]"
+What: TypeAlias = "str | Plan | Pass | list[str | Pass]"
 """A pipeline: a string, pass objects, or a plan."""
 
 
@@ -56,7 +58,7 @@ class Program(Subject):
         *,
         check: bool = True,
         allow_partial: bool = False,
-        progress: driver.Progress | None = None,
+        progress: Progress | None = None,
     ) -> Self:
         """A new Program with the passes applied and checked; see :func:`hcx.rewrite.driver.rewrite`.
 

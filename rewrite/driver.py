@@ -56,7 +56,8 @@ def rewrite(
         ContractError: a check failed; nothing is returned.
     """
     with young_only():
-        return _Rewriting(program, check, allow_partial, progress or (lambda text: None)).run(what)
+        new: Kind = _Rewriting(program, check, allow_partial, progress or (lambda text: None)).run(what)
+        return new
 
 
 class _Rewriting:

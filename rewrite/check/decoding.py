@@ -24,13 +24,13 @@ def check_decode(program: Program, flat: list[torch.Tensor]) -> Check | None:
         return None
     ids = flat[names.index(tokens)][:, :5]
     others = {s.name: t for s, t in zip(program.inputs, flat, strict=False) if s.fill is None and s.name != tokens}
-    worst, agree = _decode_gap(program, ids, others)
+    worst, agree = _decode_gap(program, tokens, ids, others)
     holds = worst <= DECODE_TOLERANCE.get(program.dtype, 1e-4) and agree
     figures = {"tokens": DECODE_STEPS, "max_relative_diff": worst, "argmax_equal": agree}
     note = ""
     if not holds and program.dtype != torch.float64:  # a rough function amplifies rounding; a wrong cache stays wrong
         others = {n: t.double() if t.is_floating_point() else t for n, t in others.items()}
-        worst, agree = _decode_gap(copy.deepcopy(program).to(torch.float64), ids, others)
+        worst, agree = _decode_gap(copy.deepcopy(program).to(torch.float64), tokens, ids, others)
         holds = worst <= DECODE_TOLERANCE[torch.float64] and agree
         note = f"in float64 {worst:.3g}: {'rounding only' if holds else 'not rounding'}"
     reason = next((e.approximate_cache for e in program.history if e.approximate_cache), None)
@@ -39,7 +39,7 @@ def check_decode(program: Program, flat: list[torch.Tensor]) -> Check | None:
     return Check("cached decoding equals the full forward", holds, figures, note)
 
 
-def _decode_gap(program: Program, ids: torch.Tensor, others: dict[str, torch.Tensor]) -> tuple[float, bool]:
+def _decode_gap(program: Program, name: str, ids: torch.Tensor, others: dict[str, torch.Tensor]) -> tuple[float, bool]:
     """Largest logit difference relative to the rms, and whether clear winners agree."""
     signature, logits_at = program.signature, program.output_names.index("logits")
     tokens, cached = decode(signature, program.run_flat, program.output_names, ids, DECODE_STEPS, inputs=others)
@@ -47,7 +47,7 @@ def _decode_gap(program: Program, ids: torch.Tensor, others: dict[str, torch.Ten
     for step, logits in enumerate(cached):
         prefix = tokens[:, : ids.shape[1] + step]
         with torch.no_grad():
-            full = program.run_flat(signature.by_name({**others, signature.tokens: prefix}))[logits_at][:, -1]
+            full = program.run_flat(signature.by_name({**others, name: prefix}))[logits_at][:, -1]
         scale = full.double().square().mean().sqrt().item()
         worst = max(worst, (full.double() - logits.double()).abs().max().item() / max(scale, 1e-12))
         top2 = full.double().topk(2, -1).values

@@ -12,7 +12,9 @@ from .measuring import compared, same_values
 from .report import Check
 
 
-def check_contract(contract: Contract, got: list[dict], expected: list[dict], name: str) -> Check:
+def check_contract(
+    contract: Contract, got: list[dict[str, torch.Tensor]], expected: list[dict[str, torch.Tensor]], name: str
+) -> Check:
     """Outputs against what they must be."""
     measured = compared(got, expected)
     return Check(name, contract.check(measured), measured, f"contract {contract}")
@@ -22,8 +24,8 @@ def check_source(
     program: Program,
     contract: Contract,
     inputs: list[list[torch.Tensor]],
-    got: list[dict],
-    base: list[dict] | None = None,
+    got: list[dict[str, torch.Tensor]],
+    base: list[dict[str, torch.Tensor]] | None = None,
 ) -> Check | None:
     """Outputs against the source model's own eager run; None where it is not in memory.
 

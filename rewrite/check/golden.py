@@ -102,7 +102,7 @@ class Golden:
         """
         try:
             with safe_open(path, "pt") as file:
-                stored = {n: file.get_tensor(n).clone() for n in file.keys()}
+                stored = {n: file.get_tensor(n).clone() for n in file.keys()}  # noqa: SIM118 the file is no dict
             sets = range(int(described["sets"]))
             inputs = [[stored[f"input.{i}.{k}"] for k in range(int(described["inputs"]))] for i in sets]
         except (SafetensorError, OSError, ValueError, KeyError, TypeError) as error:

@@ -10,7 +10,7 @@ from .measuring import same_values
 from .report import Check
 
 
-def check_grad_mode(program: Program, inputs: list[list[torch.Tensor]], got: list[dict]) -> Check:
+def check_grad_mode(program: Program, inputs: list[list[torch.Tensor]], got: list[dict[str, torch.Tensor]]) -> Check:
     """The same numbers with gradients recorded: a kernel chosen while tracing may not fit the other mode."""
     flat = program.signature.complete(inputs[0])
     with torch.enable_grad():
@@ -25,15 +25,16 @@ def check_grad_mode(program: Program, inputs: list[list[torch.Tensor]], got: lis
 
 def check_shapes(program: Program, base: Program) -> Check:
     """Without values: the graph computes in shapes and dtypes from its inputs on, and outputs have those of before."""
+    from hcx.rewrite.ir.dataflow import results_of
     from hcx.rewrite.ir.fork import fork
     from hcx.rewrite.ir.values import propagate
 
-    def described(one: Program) -> list[tuple]:
+    def described(one: Program) -> list[tuple[torch.dtype, tuple[str, ...]]]:
         copied = fork(one)
         copied.examples = [copied.signature.complete(flat) for flat in one.examples[:1]]
         copied.drop_values()
         propagate(copied)
-        results = copied.graph.output_node().args[0][: len(base.output_names)]
+        results = results_of(copied.graph)[: len(base.output_names)]
         return [(r.meta["val"].dtype, tuple(map(str, r.meta["val"].shape))) for r in results]
 
     different = [n for n, a, b in zip(base.output_names, described(program), described(base), strict=True) if a != b]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812 the name that everybody gives it
 from hcx.rewrite.ir.program import Program
 from hcx.rewrite.pipeline.passbase import Pass
 
@@ -61,7 +61,7 @@ def _alive(rms: list[float]) -> list[bool]:
     return [top > 0 and r >= LEAST * top for r in rms]
 
 
-def _gradients(program: Program, inputs: list[torch.Tensor], parameters: list[torch.Tensor]) -> list[float]:
+def _gradients(program: Program, inputs: list[torch.Tensor], parameters: list[torch.nn.Parameter]) -> list[float]:
     for parameter in parameters:
         parameter.grad = None
     with torch.enable_grad():
@@ -69,7 +69,7 @@ def _gradients(program: Program, inputs: list[torch.Tensor], parameters: list[to
         loss = _loss(program, inputs, results)
     if not loss.requires_grad:
         return [0.0] * len(parameters)
-    loss.backward()
+    loss.backward()  # type: ignore[no-untyped-call]
     return [0.0 if p.grad is None else p.grad.square().mean().sqrt().item() for p in parameters]
 
 

@@ -16,19 +16,9 @@ def is_meta(program: Program) -> bool:
 
 def outputs(program: Program, inputs: list[list[torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
     """Named outputs of each input set, without gradients."""
-    results = []
     with torch.no_grad():
-        for flat in inputs:
-            results.append(
-                dict(
-                    zip(
-                        program.output_names,
-                        program.run_flat([t.clone() for t in program.signature.complete(flat)]),
-                        strict=True,
-                    )
-                )
-            )
-    return results
+        found = [program.run_flat([t.clone() for t in program.signature.complete(flat)]) for flat in inputs]
+    return [dict(zip(program.output_names, tensors, strict=True)) for tensors in found]
 
 
 def compared(got: list[dict[str, torch.Tensor]], expected: list[dict[str, torch.Tensor]]) -> dict[str, Any]:

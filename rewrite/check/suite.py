@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 import torch
 from hcx.rewrite.errors import ContractError
@@ -80,7 +80,7 @@ def _eager_accepts(program: Program, flat: list[torch.Tensor]) -> bool:
     return True
 
 
-def required(checks: list[Check | None], may_fail: frozenset | set = frozenset()) -> list[Check]:
+def required(checks: list[Check | None], may_fail: Set[str] = frozenset()) -> list[Check]:
     done = [c for c in checks if c is not None]
     for check in done:
         if not check.holds and check.name not in may_fail:

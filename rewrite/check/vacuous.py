@@ -45,7 +45,7 @@ def check_changed(step: Any, before: Any, after: Any) -> Check:
     return Check(f"not vacuous: {step.name}", before != after, {"tensors": 0})
 
 
-def state_of(program: Program) -> tuple:
+def state_of(program: Program) -> tuple[Any, ...]:
     """What a pass may change, cheaply: operations, their operands, and which tensors there are."""
     number = {node: i for i, node in enumerate(program.graph.nodes)}
     nodes = [(n.op, str(n.target), *(number[i] for i in n.all_input_nodes)) for n in program.graph.nodes]

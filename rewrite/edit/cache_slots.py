@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hcx.rewrite.ir.dataflow import results_of
 from hcx.rewrite.ir.graphs import rename
 from hcx.rewrite.ir.signature import CACHE, InputSpec
 from hcx.rewrite.ir.structure import list_items, renumber, tensor_indices, without_items
@@ -22,7 +23,7 @@ def drop_cache_slots(editor: Inserter, inputs: set[fx.Node]) -> None:
     slots = {signature.inputs[i].name.split(".")[1] for i in gone}
     results = {i for i, n in enumerate(structure.names) if n.startswith("present.") and n.split(".")[1] in slots}
     output = editor.graph.output_node()
-    output.args = (tuple(n for i, n in enumerate(output.args[0]) if i not in results),)
+    output.args = (tuple(n for i, n in enumerate(results_of(editor.graph)) if i not in results),)
     for argument in signature.arguments:
         argument.spec = without_items(argument.spec, gone)
     structure.spec = without_items(structure.spec, results)
@@ -95,7 +96,7 @@ def add_cache_outputs(editor: Inserter, outputs: dict[fx.Node, fx.Node]) -> None
     """
     structure = editor.program.signature.outputs
     output = editor.graph.output_node()
-    flat = list(output.args[0])
+    flat = list(results_of(editor.graph))
     count = len(structure.names)
     wanted = {i for i, n in enumerate(flat[:count]) if n in outputs and structure.names[i].startswith("present.")}
     added: list[fx.Node] = []

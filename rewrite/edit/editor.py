@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from hcx.rewrite.ir.dataflow import results_of
 from hcx.rewrite.ir.graphs import rename
 from hcx.rewrite.ir.signature import Argument, Count, InputSpec
 from torch import fx
@@ -63,15 +64,16 @@ class Editor(Inserter):
     def tap(self, name: str, node: fx.Node) -> None:
         """Add an auxiliary output."""
         output = self.graph.output_node()
-        output.args = ((*output.args[0], node),)
+        output.args = ((*results_of(self.graph), node),)
         output.meta["taps"] = [*output.meta.get("taps", ()), name]
 
     def drop_taps(self, prefix: str) -> None:
         """Remove the auxiliary outputs whose names begin so."""
         output = self.graph.output_node()
         count, names = len(self.program.output_names), list(output.meta.get("taps", ()))
-        taps = [(n, v) for n, v in zip(names, output.args[0][count:], strict=True) if not n.startswith(prefix)]
-        output.args = ((*output.args[0][:count], *(v for _, v in taps)),)
+        results = results_of(self.graph)
+        taps = [(n, v) for n, v in zip(names, results[count:], strict=True) if not n.startswith(prefix)]
+        output.args = ((*results[:count], *(v for _, v in taps)),)
         output.meta["taps"] = [n for n, _ in taps]
 
     def input(self, name: str, number: int) -> fx.Node:

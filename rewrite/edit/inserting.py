@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import torch
 from hcx.rewrite.errors import PlanError, UsageError
@@ -42,7 +42,7 @@ class Inserter:
         self._part: Part | None = None
         self._tensors: dict[str, fx.Node] = {}
         self._names: dict[str, str] = {}  # tensor -> the name it was asked for by
-        self._traced: dict[tuple, fx.GraphModule] = {}
+        self._traced: dict[tuple[Any, ...], fx.GraphModule] = {}
         self.moved: dict[str, str] = {}  # outputs that have another name now: cache slots that moved up
 
     # ---- where and as what
@@ -78,7 +78,7 @@ class Inserter:
 
     # ---- inserting
 
-    def call(self, op: Callable, *args: Any, **kwargs: Any) -> fx.Node:
+    def call(self, op: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         """Insert one op; its shape and dtype are computed.
 
         Raises:
@@ -94,7 +94,7 @@ class Inserter:
         self.counts["inserted"] += 1
         return node
 
-    def inline(self, function: Callable, *nodes: fx.Node) -> Any:
+    def inline(self, function: Callable[..., Any], *nodes: fx.Node) -> Any:
         """Insert a plain torch function of some values as ATen ops.
 
         The equations of a family are written once as functions, tested eagerly, and end up in the graph through here.
@@ -142,14 +142,15 @@ class Inserter:
         if isinstance(size, int):
             return size
         self._need_place()
-        env, tracer, known = {}, fx.proxy.GraphAppendingTracer(self.graph), set(self.graph.nodes)
+        env: dict[Any, fx.Proxy] = {}
+        tracer, known = fx.proxy.GraphAppendingTracer(self.graph), set(self.graph.nodes)
         for node in self.graph.find_nodes(op="placeholder"):
             for axis, dim in enumerate(node.meta["val"].shape):
                 if isinstance(dim, torch.SymInt) and dim.node.expr in size.node.expr.free_symbols - env.keys():
                     env[dim.node.expr] = fx.Proxy(self.call(torch.ops.aten.sym_size.int, node, axis), tracer)
         if missing := size.node.expr.free_symbols - env.keys():
             raise PlanError(f"the size {missing.pop()} is not a size of an input", where=self.pass_name)
-        result = sympy_interp(PythonReferenceAnalysis, env, size.node.expr).node
+        result: fx.Node = sympy_interp(PythonReferenceAnalysis, env, size.node.expr).node
         for node in [n for n in self.graph.nodes if n not in known and "val" not in n.meta]:
             node.meta["val"] = node.target(*fx.map_arg(node.args, lambda n: n.meta["val"]))
             self.mark(node)
@@ -238,7 +239,7 @@ class Inserter:
         *path, leaf = name.split(".")
         module = self.program.tree
         for part in path:
-            module = module._modules[part]
+            module = cast("torch.nn.Module", module._modules[part])
         for tensors in (module._parameters, module._buffers):
             tensors.pop(leaf, None)
         module._non_persistent_buffers_set.discard(leaf)

@@ -11,6 +11,7 @@ import torch
 from hcx.rewrite.errors import PlanError
 from hcx.rewrite.ir.aliases import mutated
 from hcx.rewrite.ir.control import Cond, Control, While
+from hcx.rewrite.ir.dataflow import results_of
 from hcx.rewrite.ir.tags import Part, Role
 from torch import fx
 
@@ -57,7 +58,7 @@ def insert_repeat(editor: Inserter, trips: fx.Node, body: Region, carried: Seque
     counted = _body(body, operands)
     with counted.inserting_before(counted.output_node()):
         following = _call(counted, torch.ops.aten.add.Tensor, next(iter(counted.nodes)), 1, like=start)
-    counted.output_node().args = ((following, *counted.output_node().args[0]),)
+    counted.output_node().args = ((following, *results_of(counted)),)
     condition = fx.Graph()
     inputs = [_placeholder(condition, o) for o in operands]
     more = _call(condition, torch.ops.aten.lt.Tensor, inputs[0], inputs[1 + len(carried)], like=start, dtype=torch.bool)
@@ -117,14 +118,14 @@ def _call(graph: fx.Graph, op: Any, *arguments: Any, like: fx.Node, dtype: torch
 
 
 def _replace(
-    editor: Inserter, target: Control, arguments: tuple, regions: list[Region], old: list[fx.Node | None]
+    editor: Inserter, target: Control, arguments: tuple[fx.Node, ...], regions: list[Region], old: list[fx.Node | None]
 ) -> tuple[fx.Node, ...]:
     """Put the control-flow node where its operands are known, redirect the old results to its own, drop the nodes."""
     graph, members = editor.graph, {n for r in regions for n in r.nodes}
     with editor.after(max(arguments), role=Role(target.kind, Part.BESIDE)):
         node = graph.call_function(target, arguments)
         editor.mark(node)
-        values = target.bodies[-1].output_node().args[0]
+        values = results_of(target.bodies[-1])
         node.meta["val"] = tuple(v.meta["val"] for v in values)
     made = []
     with editor.after(node, role=Role(target.kind, Part.BESIDE)):

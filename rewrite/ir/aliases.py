@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
+from typing import Any, cast
 
 import torch
 from torch import fx
 
 from .control import Control, While
-from .dataflow import op_name
+from .dataflow import op_name, results_of, schema_of
 
 _SAME_TENSOR = {
     "dropout",
@@ -90,8 +91,8 @@ class Aliases:
             later.append(result)
 
 
-def _arguments(node: fx.Node) -> Iterator[tuple]:
-    for index, argument in enumerate(node.target._schema.arguments):
+def _arguments(node: fx.Node) -> Iterator[tuple[torch._C.Argument, Any]]:
+    for index, argument in enumerate(schema_of(node).arguments):
         if index < len(node.args):
             yield argument, node.args[index]
         elif argument.name in node.kwargs:
@@ -102,7 +103,7 @@ def _aliased(node: fx.Node) -> fx.Node | None:
     """The argument whose storage the result may share."""
     if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
         if isinstance(node.args[0].target, Control):
-            return _shared(node.args[0].target, node.args[0].args, node.args[1])
+            return _shared(node.args[0].target, node.args[0].args, cast("int", node.args[1]))
         return node.args[0] if _aliased(node.args[0]) is not None else None
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return None
@@ -127,13 +128,13 @@ def _converts(node: fx.Node, source: fx.Node) -> bool:
     return isinstance(before, torch.Tensor) and isinstance(after, torch.Tensor) and before.dtype != after.dtype
 
 
-def _shared(target: Control, operands: tuple, index: int) -> fx.Node | None:
+def _shared(target: Control, operands: tuple[Any, ...], index: int) -> fx.Node | None:
     """The operand whose memory a result of control flow may share, or None."""
     if isinstance(target, While):
-        return operands[index]  # without an iteration, what came in goes out
+        return cast("fx.Node", operands[index])  # without an iteration, what came in goes out
     for part, body in enumerate(target.bodies):
-        results = body.output_node().args[0]
+        results = results_of(body)
         root = Aliases(body).root(results[index]) if index < len(results) else None
         if root is not None and root.op == "placeholder":
-            return target.operands_of(operands, part)[list(body.nodes).index(root)]
+            return cast("fx.Node", target.operands_of(operands, part)[list(body.nodes).index(root)])
     return None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -32,10 +32,10 @@ def _fill(values: torch.Tensor, mask: torch.Tensor, value: float) -> torch.Tenso
     if values.is_floating_point() and not math.isinf(value):
         limits = torch.finfo(values.dtype)
         value = min(max(value, limits.min), limits.max)
-    return torch.ops.aten.masked_fill.Scalar(values, mask, value)
+    return cast("torch.Tensor", torch.ops.aten.masked_fill.Scalar(values, mask, value))
 
 
-def _plainly(op: Callable) -> Callable:
+def _plainly(op: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
             return op(*args, **kwargs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from torch import fx
 
@@ -20,4 +20,4 @@ def compiled(graph: fx.Graph, name: str) -> Callable[..., Any]:
     code = graph.python_code("self")
     scope = dict(code.globals)
     exec(compile(code.src, f"<hcx {name}>", "exec"), scope)
-    return scope["forward"]
+    return cast("Callable[..., Any]", scope["forward"])

@@ -10,8 +10,8 @@ A target is never changed: :meth:`Control.changed` makes another one, so that co
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, cast
 
 import torch
 from hcx.rewrite.errors import ArtefactError
@@ -19,6 +19,11 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from .compiled import compiled
+from .dataflow import results_of
+
+Operands = tuple[Any, ...]
+Results = tuple[Any, ...]
+Function = Callable[..., Results]
 
 
 class Control:
@@ -35,7 +40,7 @@ class Control:
     def __init__(self, *bodies: fx.Graph):
         self.bodies = bodies
         self.__name__ = self.__qualname__ = self.kind  # generated code calls it by this name
-        self._functions: dict[int, Callable] = {}
+        self._functions: dict[int, Function] = {}
 
     def changed(self, change: Callable[[fx.Graph], Any]) -> Control:
         """The same with its bodies copied and changed; bodies inside bodies are left to ``change``."""
@@ -47,7 +52,7 @@ class Control:
     def _with(self, *bodies: fx.Graph) -> Control:
         return type(self)(*bodies)
 
-    def function(self, index: int) -> Callable:
+    def function(self, index: int) -> Function:
         """A body as compiled Python."""
         if index not in self._functions:
             self._functions[index] = compiled(self.bodies[index], f"{self.kind} {self.parts[index]}")
@@ -57,28 +62,28 @@ class Control:
         """Stands for what the bodies compute: fingerprints of graphs are made of it."""
         digest = hashlib.sha256()
         for graph in self.bodies:
-            number = {n: i for i, n in enumerate(graph.nodes)}
+            spelled = {n: f"%{i}" for i, n in enumerate(graph.nodes)}
             for node in graph.nodes:
-                arguments = fx.map_arg((node.args, node.kwargs), lambda n, number=number: f"%{number[n]}")
+                arguments = fx.map_arg((node.args, node.kwargs), spelled.__getitem__)
                 digest.update(f"{node.target if node.op == 'call_function' else node.op}{arguments};".encode())
         return f"higher_order.{self.kind}[{digest.hexdigest()[:16]}]"
 
     __repr__ = __str__
 
-    def __call__(self, *operands: Any) -> tuple:
+    def __call__(self, *operands: Any) -> Results:
         raise NotImplementedError
 
-    def hop(self, bodies: list, operands: tuple) -> tuple[Any, tuple]:
+    def hop(self, bodies: Sequence[Any], operands: Operands) -> tuple[Function, Operands]:
         """The operator of torch that says the same, and its arguments."""
         raise NotImplementedError
 
-    def operands_of(self, operands: tuple, index: int) -> tuple:
+    def operands_of(self, operands: Operands, index: int) -> Operands:
         """What a body takes of the node's arguments."""
         raise NotImplementedError
 
-    def fill(self, operands: tuple) -> tuple[Control, tuple]:
+    def fill(self, operands: Operands) -> tuple[Control, Results]:
         """The same with ``meta['val']`` on every node of its bodies, and the results; for operands that are fake."""
-        results: list[tuple] = []
+        results: list[Results] = []
 
         def run(graph: fx.Graph) -> None:
             given = self.operands_of(operands, len(results))
@@ -94,10 +99,10 @@ class Cond(Control):
     kind = "cond"
     parts = ("then", "otherwise")
 
-    def operands_of(self, operands, index):
+    def operands_of(self, operands: Operands, index: int) -> Operands:
         return operands[1:]
 
-    def __call__(self, predicate: torch.Tensor, *operands: Any) -> tuple:
+    def __call__(self, predicate: torch.Tensor, *operands: Any) -> Results:
         if torch.compiler.is_exporting():
             op, arguments = self.hop([fx.GraphModule({}, g) for g in self.bodies], (predicate, *operands))
             return op(*arguments)
@@ -105,7 +110,7 @@ class Cond(Control):
             return self.function(1)(None, *operands)
         return self.function(0 if predicate else 1)(None, *operands)
 
-    def hop(self, bodies, operands):
+    def hop(self, bodies: Sequence[Any], operands: Operands) -> tuple[Function, Operands]:
         return torch.ops.higher_order.cond, (operands[0], *bodies, tuple(operands[1:]))
 
 
@@ -123,16 +128,16 @@ class While(Control):
         super().__init__(*bodies)
         self.carried = carried
 
-    def _with(self, *bodies):
+    def _with(self, *bodies: fx.Graph) -> While:
         return While(*bodies, carried=self.carried)
 
-    def operands_of(self, operands, index):
+    def operands_of(self, operands: Operands, index: int) -> Operands:
         return operands
 
     def __str__(self) -> str:
         return f"{super().__str__()}({self.carried})"
 
-    def __call__(self, *operands: Any) -> tuple:
+    def __call__(self, *operands: Any) -> Results:
         if torch.compiler.is_exporting():
             op, arguments = self.hop([fx.GraphModule({}, g) for g in self.bodies], operands)
             return op(*arguments)
@@ -144,7 +149,7 @@ class While(Control):
             carried = body(None, *carried, *others)
         return tuple(carried)
 
-    def hop(self, bodies, operands):
+    def hop(self, bodies: Sequence[Any], operands: Operands) -> tuple[Function, Operands]:
         return torch.ops.higher_order.while_loop, (*bodies, operands[: self.carried], operands[self.carried :])
 
 
@@ -152,18 +157,18 @@ KINDS: dict[str, type[Control]] = {"higher_order.cond": Cond, "higher_order.whil
 """By stored name."""
 
 
-def _unknown(value: Any) -> bool:
+def _unknown(value: torch.Tensor) -> bool:
     return isinstance(value, FakeTensor) or value.is_meta
 
 
-def _filled(graph: fx.Graph, operands: tuple) -> tuple:
+def _filled(graph: fx.Graph, operands: Operands) -> Results:
     given = iter(operands)
     values: dict[fx.Node, Any] = {}
     for node in graph.nodes:
         if node.op == "placeholder":
             values[node] = next(given)
         elif node.op == "output":
-            return fx.map_arg(node.args[0], values.__getitem__)
+            return cast("Results", fx.map_arg(node.args[0], values.__getitem__))
         else:
             args, kwargs = fx.map_arg((node.args, node.kwargs), values.__getitem__)
             if isinstance(node.target, Control):
@@ -206,7 +211,7 @@ def check_form(node: fx.Node) -> None:
     Raises:
         ArtefactError: it does not.
     """
-    target = node.target
+    target = cast("Control", node.target)
     for index, body in enumerate(target.bodies):
         nodes = list(body.nodes)
         takes = sum(n.op == "placeholder" for n in nodes)
@@ -219,6 +224,6 @@ def check_form(node: fx.Node) -> None:
             )
         if takes != len(target.operands_of(node.args, index)):
             raise ArtefactError(f"the {target.parts[index]} of `{node.name}` takes {takes} operands", where=node.name)
-    counts = [len(b.output_node().args[0]) for b in target.bodies]
+    counts = [len(results_of(b)) for b in target.bodies]
     if counts != ([1, target.carried] if isinstance(target, While) else [counts[0]] * 2):
         raise ArtefactError(f"the bodies of `{node.name}` give {counts} results", where=node.name)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 from torch import fx
 
@@ -69,6 +71,26 @@ def value(node: object) -> torch.Tensor | None:
     return val if isinstance(val, torch.Tensor) else None
 
 
+def tensor_of(node: object) -> torch.Tensor:
+    """The same of a node that has one."""
+    return cast("torch.Tensor", value(node))
+
+
+def operand_at(node: fx.Node, index: int = 0) -> fx.Node:
+    """An argument of a node that is a node itself."""
+    return cast("fx.Node", node.args[index])
+
+
+def results_of(graph: fx.Graph) -> tuple[Any, ...]:
+    """What a graph returns: nodes, and sizes that are numbers."""
+    return cast("tuple[Any, ...]", graph.output_node().args[0])
+
+
+def schema_of(node: fx.Node) -> torch._C.FunctionSchema:
+    """The schema of the op that a node calls; control flow and Python's own functions have none."""
+    return cast("torch._ops.OpOverload", node.target)._schema
+
+
 def shape(node: object) -> tuple[str, ...] | None:
     """Symbolic shape as text, comparable between nodes of one graph."""
     val = value(node)
@@ -92,7 +114,7 @@ def resolve(node: fx.Node) -> fx.Node:
     the norm that casts it.
     """
     while is_identity(node):
-        node = node.args[0]
+        node = operand_at(node)
     return node
 
 
@@ -107,7 +129,7 @@ class Dataflow:
 
     def __init__(self, graph: fx.Graph):
         self.graph = graph
-        self.nodes = list(graph.nodes)
+        self.nodes: list[fx.Node] = list(graph.nodes)
         self.index = {n: i for i, n in enumerate(self.nodes)}
         self.ancestors: list[int] = []
         self.weighted: list[int] = []

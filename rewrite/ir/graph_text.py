@@ -16,6 +16,7 @@ from hcx.rewrite.errors import ArtefactError
 from torch import fx
 
 from .control import KINDS, Control, While, check_form
+from .dataflow import schema_of
 from .tags import Part, hcx_tag, part_before, set_tag
 
 _PYTHON = {
@@ -122,7 +123,7 @@ def _register(module: str, name: str) -> None:
 
 def to_json(graph: fx.Graph) -> dict[str, Any]:
     """Nodes in order, with each distinct module stack stored once."""
-    stacks: dict[tuple, int] = {}
+    stacks: dict[tuple[Any, ...], int] = {}
     nodes = []
     for node in graph.nodes:
         entry: dict[str, Any] = {"name": node.name, "op": node.op}
@@ -214,7 +215,7 @@ def from_json(data: dict[str, Any], tensors: set[str]) -> fx.Graph:
 def _check_modes(node: fx.Node) -> None:
     """What :mod:`hcx.rewrite.tracing.modes` keeps on a node has the form that it gives it."""
     modes = node.meta.get("modes", {})
-    known = {a.name for a in node.target._schema.arguments} if node.op == "call_function" and modes else set()
+    known = {a.name for a in schema_of(node).arguments} if node.op == "call_function" and modes else set()
     for name, values in modes.items():
         numbers = isinstance(values, list) and len(values) == 2 and all(isinstance(v, bool | float) for v in values)
         if name not in known or not numbers:
@@ -223,7 +224,7 @@ def _check_modes(node: fx.Node) -> None:
         raise ArtefactError("the graph file has a reason that is no text", where="graph.json")
 
 
-def _node(graph: fx.Graph, entry: dict, named: dict[str, fx.Node], tensors: set[str]) -> fx.Node:
+def _node(graph: fx.Graph, entry: dict[str, Any], named: dict[str, fx.Node], tensors: set[str]) -> fx.Node:
     args = tuple(_decode(a, named) for a in entry.get("args", ()))
     kwargs = {k: _decode(v, named) for k, v in entry.get("kwargs", {}).items()}
     for name in (entry["name"], *kwargs):  # both are written into generated source

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
+from typing import Any, cast
 
 from hcx.rewrite.errors import PlanError
 from torch import fx
 
-from .control import Cond, change_bodies
+from .control import Cond, Control, change_bodies
+from .dataflow import results_of
 
 
 def is_impure(node: fx.Node) -> bool:
@@ -41,15 +43,18 @@ def _prune(node: fx.Node, is_impure: Callable[[fx.Node], bool]) -> bool:
     getitems = list(node.users)
     if any(u.target is not operator.getitem for u in getitems):
         return False
-    used = sorted({u.args[1] for u in getitems})
-    count = len(node.target.bodies[0].output_node().args[0])
+    before = cast("Control", node.target)
+    numbers = {user: cast("int", user.args[1]) for user in getitems}
+    used = sorted(set(numbers.values()))
+    count = len(results_of(before.bodies[0]))
 
     def shorten(body: fx.Graph) -> None:
         output = body.output_node()
-        output.args = (tuple(output.args[0][i] for i in used),)
+        results = results_of(body)
+        output.args = (tuple(results[i] for i in used),)
         prune(body, is_impure)
 
-    target = node.target.changed(shorten) if len(used) < count else node.target
+    target = before.changed(shorten) if len(used) < count else before
     places = [[n for n in b.nodes if n.op == "placeholder"] for b in target.bodies]
     idle = [i for i, pair in enumerate(zip(*places, strict=True)) if not any(p.users for p in pair)]
     if len(used) == count and not idle:
@@ -65,7 +70,7 @@ def _prune(node: fx.Node, is_impure: Callable[[fx.Node], bool]) -> bool:
         node.args = (node.args[0], *(a for i, a in enumerate(node.args[1:]) if i not in set(idle)))
     node.target = target
     for user in getitems:
-        user.args = (node, used.index(user.args[1]))
+        user.args = (node, used.index(numbers[user]))
     if isinstance(node.meta.get("val"), tuple):
         node.meta["val"] = tuple(node.meta["val"][i] for i in used)
     return True
@@ -78,10 +83,10 @@ def drop_values(graph: fx.Graph) -> None:
         node.meta.pop("val", None)
 
 
-def replace_constants(graph: fx.Graph, change) -> None:
+def replace_constants(graph: fx.Graph, change: Callable[[Any], Any]) -> None:
     """Apply a function to every argument of every node that is no container."""
 
-    def walk(value):
+    def walk(value: Any) -> Any:
         if isinstance(value, list | tuple):
             return type(value)(walk(v) for v in value)
         if isinstance(value, dict):

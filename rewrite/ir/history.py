@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 Json = dict[str, Any]
 
@@ -23,7 +23,7 @@ class Entry(dict[str, Any]):
     @property
     def name(self) -> str:
         """Name of the pass."""
-        return self["pass"]
+        return cast("str", self["pass"])
 
     @property
     def rank(self) -> int | None:
@@ -33,32 +33,32 @@ class Entry(dict[str, Any]):
     @property
     def pipeline(self) -> str:
         """The pass with its options, as in a pipeline string."""
-        return self["pipeline"]
+        return cast("str", self["pipeline"])
 
     @property
     def plan(self) -> Json:
         """Its plan, a pipeline of one step."""
-        return self["plan"]
+        return cast("Json", self["plan"])
 
     @property
     def step(self) -> Json:
         """The step of its plan: options, sites, skips, notes."""
-        return self.plan["steps"][0]
+        return cast("Json", self.plan["steps"][0])
 
     @property
     def sites(self) -> list[Json]:
         """What was changed: ``{"address": ..., "detail": {...}}``."""
-        return self.step["sites"]
+        return cast("list[Json]", self.step["sites"])
 
     @property
     def contract(self) -> Json:
         """What it promised; see :func:`hcx.rewrite.pipeline.contracts.from_json`."""
-        return self["contract"]
+        return cast("Json", self["contract"])
 
     @property
     def checks(self) -> list[Json]:
         """What was measured, as :meth:`hcx.rewrite.check.report.Check.to_json` gives it."""
-        return self["checks"]
+        return cast("list[Json]", self["checks"])
 
     @property
     def owed(self) -> bool:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import fx
 
 from .aliases import Aliases
 from .control import Control, While, copy_graph
+from .dataflow import results_of
 
 
 def as_operators(graph: fx.Graph, root: torch.nn.Module) -> torch.nn.Module:
@@ -31,7 +34,7 @@ def as_operators(graph: fx.Graph, root: torch.nn.Module) -> torch.nn.Module:
 def _give_new_tensors(body: fx.Graph) -> None:
     """Clone results that share memory with an operand or another result: torch's operators must not give those."""
     aliases, seen, output = Aliases(body), set(), body.output_node()
-    results = list(output.args[0])
+    results = list(results_of(body))
     for index, result in enumerate(results):
         root = aliases.root(result)
         if root.op == "placeholder" or root in seen:
@@ -45,7 +48,7 @@ def _give_new_tensors(body: fx.Graph) -> None:
 def _written(graph: fx.Graph, nodes: list[fx.Node], prefix: str) -> torch.nn.Module:
     home = torch.nn.Module()
     for node in nodes:
-        target: Control = node.target
+        target = cast("Control", node.target)
         fetched = []
         for part, body in zip(target.parts, target.bodies, strict=True):
             body = copy_graph(body)
@@ -55,7 +58,7 @@ def _written(graph: fx.Graph, nodes: list[fx.Node], prefix: str) -> torch.nn.Mod
             if inner:
                 own.add_module("control_flow", _written(body, inner, "control_flow"))
             if isinstance(target, While) and part == "condition":  # torch takes a tensor there, not a tuple
-                body.output_node().args = (body.output_node().args[0][0],)
+                body.output_node().args = (results_of(body)[0],)
             label = f"{node.name}_{part}"
             home.add_module(label, fx.GraphModule(own, body, class_name=part.capitalize()))
             with graph.inserting_before(node):

@@ -8,7 +8,7 @@ from hcx.rewrite.errors import UsageError
 from torch import fx
 
 from .control import change_bodies, every_node
-from .dataflow import op_name
+from .dataflow import op_name, schema_of
 
 MODES, EVAL_ONLY = "modes", "eval_only"
 """Keys of ``node.meta``: ``{argument: [eval value, train value]}`` of an op; on the output, why there is no train mode."""
@@ -56,7 +56,7 @@ def refuse_train(graph: fx.Graph) -> None:
 
 
 def _set_argument(node: fx.Node, name: str, value: Any) -> None:
-    position = [a.name for a in node.target._schema.arguments].index(name)
+    position = [a.name for a in schema_of(node).arguments].index(name)
     if position < len(node.args):
         node.args = (*node.args[:position], value, *node.args[position + 1 :])
     else:

@@ -7,6 +7,11 @@ a tensor that has changed since. Where no view that was made before is read afte
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
 import torch
 from hcx.rewrite.errors import PlanError
 from torch import fx
@@ -50,10 +55,15 @@ def functional(graph: fx.Graph) -> None:
                 result = graph.call_function(torch.ops.aten.to.dtype, (node, before.dtype))
             result.meta = dict(node.meta)
             order[result] = order[node]
-            node.replace_all_uses_with(result, delete_user_cb=lambda u, r=result: u is not r)
+            node.replace_all_uses_with(result, delete_user_cb=partial(operator.is_not, result))
         for other in same:
-            other.replace_all_uses_with(result, delete_user_cb=lambda u, n=node: order[u] > order[n])
+            other.replace_all_uses_with(result, delete_user_cb=_later(order, node))
         aliases.fresh(node, result)
+
+
+def _later(order: dict[fx.Node, int], node: fx.Node) -> Callable[[fx.Node], bool]:
+    """Whether a user comes after a node."""
+    return lambda user: order[user] > order[node]
 
 
 def _without_detach(graph: fx.Graph) -> None:
@@ -65,10 +75,10 @@ def _without_detach(graph: fx.Graph) -> None:
 
 def _differentiable_copy(graph: fx.Graph, node: fx.Node, order: dict[fx.Node, int]) -> None:
     """``copy`` has no gradient: write it as the clone of the source in the shape and dtype of the target."""
-    target, source = node.args[:2]
+    target, source = cast("tuple[fx.Node, fx.Node]", node.args[:2])
     before = target.meta["val"]
 
-    def insert(op, *arguments):
+    def insert(op: torch._ops.OpOverload, *arguments: Any) -> fx.Node:
         with graph.inserting_before(node):
             new = graph.call_function(op, (source, *arguments))
         values = fx.map_arg(new.args, lambda n: n.meta["val"])
@@ -81,21 +91,22 @@ def _differentiable_copy(graph: fx.Graph, node: fx.Node, order: dict[fx.Node, in
         source = insert(torch.ops.aten.to.dtype, before.dtype)
     if shape(source) != shape(target):
         source = insert(torch.ops.aten.expand_as.default, target)
-    layout = {"memory_format": torch.contiguous_format} if before.is_contiguous() else {}
+    layout: dict[str, Any] = {"memory_format": torch.contiguous_format} if before.is_contiguous() else {}
     node.target, node.args, node.kwargs = torch.ops.aten.clone.default, (source,), layout
 
 
 def _functional_op(node: fx.Node) -> torch._ops.OpOverload | None:
-    name = node.target.overloadpacket.__name__
-    if node.target.namespace != "aten" or not name.endswith("_") or name.endswith("__"):
+    target = cast("torch._ops.OpOverload", node.target)
+    name = target.overloadpacket.__name__
+    if target.namespace != "aten" or not name.endswith("_") or name.endswith("__"):
         return None
     packet = getattr(torch.ops.aten, name[:-1], None)
-    op = getattr(packet, node.target._overloadname, None)
-    return op if op is not None and not op._schema.is_mutable and _same_arguments(op, node.target) else None
+    op: torch._ops.OpOverload | None = getattr(packet, target._overloadname, None)
+    return op if op is not None and not op._schema.is_mutable and _same_arguments(op, target) else None
 
 
 def _same_arguments(one: torch._ops.OpOverload, other: torch._ops.OpOverload) -> bool:
-    def names(op):
+    def names(op: torch._ops.OpOverload) -> list[tuple[str, str]]:
         return [(a.name, str(a.type)) for a in op._schema.arguments]
 
     return names(one)[1:] == names(other)[1:] and len(one._schema.returns) == 1

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import hcx.kernels  # noqa: F401  registers the ops that graphs may hold
 import torch
@@ -14,6 +14,7 @@ from .belongings import Belongings, StoredTensor
 from .compiled import compiled
 from .control import copy_graph
 from .copies import copied
+from .dataflow import results_of
 from .graphs import drop_values, is_impure, prune
 from .history import Entry
 from .lowering import as_operators
@@ -49,6 +50,7 @@ class Program(torch.nn.Module):
     examples: list[list[torch.Tensor]]
     reference: Oracle | None
     belongings: Belongings
+    _compiled: dict[tuple[bool, bool], Callable[..., Any]]
 
     @classmethod
     def build(
@@ -160,7 +162,7 @@ class Program(torch.nn.Module):
         """Run on flat tensors: outputs, then (with taps) the taps."""
         return list(self._function(taps)(self.tree, *inputs))
 
-    def _function(self, taps: bool) -> Callable:
+    def _function(self, taps: bool) -> Callable[..., Any]:
         ambient = any(torch.is_autocast_enabled(d) for d in ("cpu", "cuda"))
         if (taps, ambient) not in self._compiled:
             graph = self._executable(taps)
@@ -174,7 +176,7 @@ class Program(torch.nn.Module):
         graph = copy_graph(self.graph)
         if not taps:
             output = graph.output_node()
-            output.args = (tuple(output.args[0])[: len(self.output_names)],)
+            output.args = (tuple(results_of(graph))[: len(self.output_names)],)
             prune(graph, is_impure)
         return graph
 
@@ -285,11 +287,11 @@ class Program(torch.nn.Module):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
         """Devices and dtypes reach the plain tree too, whose dictionaries are shared."""
         tied = self.tied_groups()
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for first, *others in tied:
             for name in others:
                 path, _, leaf = name.rpartition(".")
-                owner = fetch(self.tree, path) if path else self.tree
+                owner = cast("torch.nn.Module", fetch(self.tree, path)) if path else self.tree
                 if leaf in owner._buffers:
                     owner._buffers[leaf] = self.tensor(first)
         return self

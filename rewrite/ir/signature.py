@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -70,7 +71,7 @@ class InputSpec:
     shape: tuple[Dim, ...]
     fill: Fill | Count | None = None
 
-    def to_json(self) -> dict:
+    def to_json(self) -> dict[str, Any]:
         return {
             "name": self.name,
             "dtype": str(self.dtype).removeprefix("torch."),
@@ -79,7 +80,7 @@ class InputSpec:
         }
 
     @staticmethod
-    def from_json(data: dict) -> InputSpec:
+    def from_json(data: dict[str, Any]) -> InputSpec:
         dtype = getattr(torch, data["dtype"])
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"{data['dtype']!r} is not a dtype")
@@ -92,12 +93,12 @@ class Argument:
 
     name: str
     position: int | None
-    spec: dict
+    spec: dict[str, Any]
     fill: bool = False
     left_out: str | None = None
     """What the source model would take where a call leaves the argument out, as text; None where that is not asked."""
 
-    def to_json(self) -> dict:
+    def to_json(self) -> dict[str, Any]:
         return {**vars(self)}
 
 
@@ -122,7 +123,7 @@ class CallSignature:
     notes: list[str] = field(default_factory=list)
     limits: dict[str, list[int | None]] = field(default_factory=dict)
 
-    def bind(self, args: tuple, kwargs: dict) -> list[torch.Tensor]:
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         """Flat inputs of a call.
 
         Args:
@@ -180,9 +181,9 @@ class CallSignature:
 
         Of a longer list, made before a pass took cache slots out, the caches are made again: all of them empty.
         """
-        if len(flat) > len(self.inputs):
-            flat = [None if s.fill == Fill.EMPTY else t for t, s in zip(flat, self.inputs, strict=False)]
         more: list[torch.Tensor | None] = [*flat, *[None] * (len(self.inputs) - len(flat))]
+        if len(flat) > len(self.inputs):
+            more = [None if s.fill == Fill.EMPTY else t for t, s in zip(flat, self.inputs, strict=False)]
         sizes = self.sizes(more)
         return [t if t is not None else _filled(spec, sizes, more) for t, spec in zip(more, self.inputs, strict=True)]
 
@@ -209,11 +210,11 @@ class CallSignature:
         names = [spec.name for spec in self.inputs]
         return next((n for n in ("decoder_input_ids", "input_ids") if n in names), None)
 
-    def rebuild(self, flat_outputs: list) -> Any:
+    def rebuild(self, flat_outputs: list[Any]) -> Any:
         """The model's own output structure."""
         return self.outputs.rebuild(flat_outputs)
 
-    def _named(self, args: tuple, kwargs: dict) -> dict[str, Any]:
+    def _named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         by_position = {a.position: a.name for a in self.arguments if a.position is not None}
         given: dict[str, Any] = {}
         for index, value in enumerate(args):
@@ -248,7 +249,7 @@ class CallSignature:
             + ", ".join(a.name for a in self.arguments),
         )
 
-    def sizes(self, flat: list[torch.Tensor | None]) -> dict[str, int]:
+    def sizes(self, flat: Sequence[torch.Tensor | None]) -> dict[str, int]:
         """The named sizes of flat inputs, those included that only a mask tells.
 
         Args:
@@ -258,9 +259,8 @@ class CallSignature:
             UsageError: inputs that do not fit each other or the graph.
         """
         sizes: dict[str, int] = {}
-        for spec, tensor in zip(self.inputs, flat, strict=True):
-            if tensor is None:
-                continue
+        given = [(s, t) for s, t in zip(self.inputs, flat, strict=True) if t is not None]
+        for spec, tensor in given:
             if tensor.dim() != len(spec.shape):
                 raise UsageError(
                     f"input `{spec.name}` has {tensor.dim()} dimensions, traced with {len(spec.shape)}", where=spec.name
@@ -279,17 +279,18 @@ class CallSignature:
                         f"dimension {axis} of `{spec.name}` is {size}, but `{dim}` is {sizes[dim]} in another input",
                         where=spec.name,
                     )
-        for spec, tensor in zip(self.inputs, flat, strict=True):
-            for axis, dim in enumerate(spec.shape if tensor is not None else ()):
-                unknown = [n for n in dim.split("+") if n not in sizes] if isinstance(dim, str) else ()
+        for spec, tensor in given:
+            for axis, dim in enumerate(spec.shape):
+                parts = dim.split("+") if isinstance(dim, str) else []
+                unknown = [n for n in parts if n not in sizes]
                 if len(unknown) == 1:  # a cache of fixed-size states does not tell how long the past is; a mask does
-                    known = sum(sizes[n] for n in dim.split("+") if n in sizes)
+                    known = sum(sizes[n] for n in parts if n in sizes)
                     sizes[unknown[0]] = max(0, tensor.shape[axis] - known)
         if "past" in self.dims:
             sizes.setdefault("past", 0)
         self.refuse(sizes)
-        for spec, tensor in zip(self.inputs, flat, strict=True):
-            for axis, dim in enumerate(spec.shape if tensor is not None else ()):
+        for spec, tensor in given:
+            for axis, dim in enumerate(spec.shape):
                 if isinstance(dim, str) and "+" in dim and tensor.shape[axis] != size_of(dim, sizes):
                     raise UsageError(
                         f"dimension {axis} of `{spec.name}` is {tensor.shape[axis]}, must be {dim} = {size_of(dim, sizes)}",
@@ -328,7 +329,7 @@ class CallSignature:
         """Whether the graph takes a cache that may be empty."""
         return any(spec.fill == Fill.EMPTY for spec in self.inputs)
 
-    def to_json(self) -> dict:
+    def to_json(self) -> dict[str, Any]:
         return {
             "model": self.model,
             "arguments": [a.to_json() for a in self.arguments],
@@ -346,7 +347,7 @@ class CallSignature:
         return new
 
     @staticmethod
-    def from_json(data: dict) -> CallSignature:
+    def from_json(data: dict[str, Any]) -> CallSignature:
         return CallSignature(
             data["model"],
             [Argument(**a) for a in data["arguments"]],
@@ -363,7 +364,7 @@ def size_of(dim: Dim, sizes: dict[str, int]) -> int:
     return dim if isinstance(dim, int) else sum(sizes[name] for name in dim.split("+"))
 
 
-def _filled(spec: InputSpec, sizes: dict[str, int], flat: list) -> torch.Tensor:
+def _filled(spec: InputSpec, sizes: dict[str, int], flat: Sequence[torch.Tensor | None]) -> torch.Tensor:
     first = next(t for t in flat if t is not None)
     missing = [n for d in spec.shape if isinstance(d, str) for n in d.split("+") if n not in sizes]
     if missing:

@@ -11,17 +11,18 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import OrderedDict, namedtuple
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import torch
 from hcx.rewrite.errors import UsageError
 
 Spec = dict[str, Any]
+Build = Callable[[dict[str, Any]], Any]
 _PLAIN = (bool, int, float, str, type(None))
 
 
-class Record(OrderedDict):
+class Record(OrderedDict[str, Any]):
     """Fields of a foreign class: by attribute, by key, or by position over the fields that are not None.
 
     >>> out = Record(logits=1, loss=None)
@@ -35,12 +36,12 @@ class Record(OrderedDict):
         except KeyError:
             raise AttributeError(name) from None
 
-    def __getitem__(self, key):
+    def __getitem__(self, key: Any) -> Any:
         if isinstance(key, int | slice):
             return self.to_tuple()[key]
         return super().__getitem__(key)
 
-    def to_tuple(self) -> tuple:
+    def to_tuple(self) -> tuple[Any, ...]:
         return tuple(value for value in self.values() if value is not None)
 
 
@@ -53,18 +54,18 @@ class Structure:
         templates: in-process constructors of foreign classes by their number in the spec; not saved.
     """
 
-    def __init__(self, spec: Spec, names: list[str], templates: dict[int, Callable] | None = None):
+    def __init__(self, spec: Spec, names: list[str], templates: dict[int, Build] | None = None):
         self.spec, self.names, self.templates = spec, names, templates or {}
 
-    def rebuild(self, tensors: list) -> Any:
+    def rebuild(self, tensors: list[Any]) -> Any:
         """Put tensors (in index order) back into the structure."""
         return _rebuild(self.spec, tensors, self.templates)
 
-    def to_json(self) -> dict:
+    def to_json(self) -> dict[str, Any]:
         return {"spec": self.spec, "names": self.names}
 
     @staticmethod
-    def from_json(data: dict) -> Structure:
+    def from_json(data: dict[str, Any]) -> Structure:
         return Structure(data["spec"], list(data["names"]))
 
 
@@ -88,15 +89,15 @@ class _Walker:
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
         self.names: list[str] = []
-        self.templates: dict[int, Callable] = {}
+        self.templates: dict[int, Build] = {}
 
     def walk(self, value: Any, path: str) -> Spec:
         if isinstance(value, torch.Tensor):
             return self._leaf(value, path, "tensor")
         if isinstance(value, torch.SymInt):
-            return self._leaf(torch.scalar_tensor(value, dtype=torch.int64), path, "int")
+            return self._leaf(torch.scalar_tensor(cast("int", value), dtype=torch.int64), path, "int")
         if isinstance(value, torch.SymFloat):
-            return self._leaf(torch.scalar_tensor(value, dtype=torch.float64), path, "float")
+            return self._leaf(torch.scalar_tensor(cast("float", value), dtype=torch.float64), path, "float")
         if isinstance(value, torch.SymBool):
             raise UsageError(
                 "the model returns a bool that depends on the size of its input",
@@ -115,7 +116,7 @@ class _Walker:
                 value,
                 dict(zip(value._fields, value, strict=True)),
                 path,
-                lambda fields, cls=type(value): cls(**fields),
+                _from_fields(type(value)),
             )
         if isinstance(value, list | tuple):
             kind = "list" if isinstance(value, list) else "tuple"
@@ -130,9 +131,7 @@ class _Walker:
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             names = list(value) if isinstance(value, dict) else [f.name for f in dataclasses.fields(value)]
             get = value.__getitem__ if isinstance(value, dict) else lambda n: getattr(value, n)
-            return self._fields(
-                "record", value, {n: get(n) for n in names}, path, lambda fields, cls=type(value): cls(**fields)
-            )
+            return self._fields("record", value, {n: get(n) for n in names}, path, _from_fields(type(value)))
         return self._object(value, path)
 
     def _leaf(self, tensor: torch.Tensor, path: str, kind: str) -> Spec:
@@ -140,7 +139,7 @@ class _Walker:
         self.names.append(path or "output")
         return {"kind": kind, "index": len(self.tensors) - 1}
 
-    def _fields(self, kind: str, value: Any, fields: dict[str, Any], path: str, build: Callable) -> Spec:
+    def _fields(self, kind: str, value: Any, fields: dict[str, Any], path: str, build: Build) -> Spec:
         items = [self.walk(v, _join(path, k)) for k, v in fields.items()]
         number = len(self.templates)
         self.templates[number] = build
@@ -191,6 +190,10 @@ def holds_tensors(value: Any, depth: int = 6) -> bool:
     return any(holds_tensors(v, depth - 1) for v in getattr(value, "__dict__", {}).values())
 
 
+def _from_fields(cls: type[Any]) -> Build:
+    return lambda fields: cls(**fields)
+
+
 def _join(path: str, part: str) -> str:
     return ".".join(p for p in (path, part) if p)
 
@@ -200,7 +203,7 @@ def _short(attribute: str) -> str:
     return {"layers": "", "keys": "key", "values": "value"}.get(attribute, attribute)
 
 
-def _rebuild(spec: Spec, tensors: list, templates: dict[int, Callable]) -> Any:
+def _rebuild(spec: Spec, tensors: list[Any], templates: dict[int, Build]) -> Any:
     kind = spec["kind"]
     if kind == "tensor":
         return tensors[spec["index"]]
@@ -231,7 +234,7 @@ def _rebuild(spec: Spec, tensors: list, templates: dict[int, Callable]) -> Any:
     return Record(fields)
 
 
-def kinds(spec: Spec):
+def kinds(spec: Spec) -> Iterator[str]:
     """Kinds of all parts of a structure."""
     yield spec["kind"]
     for item in spec.get("items", ()):
@@ -275,7 +278,7 @@ def extract(spec: Spec, value: Any, path: str) -> list[torch.Tensor]:
     return found
 
 
-def _extract(spec: Spec, value: Any, path: str, found: list) -> None:
+def _extract(spec: Spec, value: Any, path: str, found: list[torch.Tensor]) -> None:
     kind = spec["kind"]
     if kind == "tensor":
         if not isinstance(value, torch.Tensor):
@@ -321,7 +324,7 @@ def _kind_of(value: Any) -> str:
     return repr(value) if isinstance(value, _PLAIN) else type(value).__name__
 
 
-def tensor_indices(spec: dict):
+def tensor_indices(spec: Spec) -> Iterator[int]:
     """Indices of the tensor leaves below a structure description, in order."""
     if spec["kind"] in ("tensor", "int", "float"):
         yield spec["index"]
@@ -329,7 +332,7 @@ def tensor_indices(spec: dict):
         yield from tensor_indices(item)
 
 
-def list_items(spec: dict, wanted: set[int]) -> list[tuple[dict, list]]:
+def list_items(spec: Spec, wanted: set[int]) -> list[tuple[Spec, list[Spec]]]:
     """(item, list it is in) of the innermost list items that hold some of the wanted tensors."""
     found = []
     for item in spec.get("items", ()):
@@ -345,7 +348,7 @@ def list_items(spec: dict, wanted: set[int]) -> list[tuple[dict, list]]:
     return found
 
 
-def renumber(spec: dict, mapping: dict[int, int]) -> dict:
+def renumber(spec: Spec, mapping: dict[int, int]) -> Spec:
     """A structure description with other tensor indices."""
     new = dict(spec)
     if "index" in new:
@@ -355,7 +358,7 @@ def renumber(spec: dict, mapping: dict[int, int]) -> dict:
     return new
 
 
-def without_items(spec: dict, gone: set[int]) -> dict:
+def without_items(spec: Spec, gone: set[int]) -> Spec:
     """A structure description without the innermost list items that hold some tensors."""
     new = dict(spec)
     if "items" in new:

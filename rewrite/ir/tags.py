@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, cast
 
 from torch import fx
 
@@ -66,7 +66,7 @@ class Tag(dict[str, Any]):
     @property
     def iteration(self) -> int:
         """Pass of the loop that it belongs to, from 1."""
-        return self.get("iteration", 1)
+        return cast("int", self.get("iteration", 1))
 
     @property
     def original(self) -> str | None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import torch
 
 
 def fetch(root: torch.nn.Module, name: str) -> torch.Tensor:
     """Attribute of a module tree by fully qualified name."""
-    value = root
+    value: Any = root
     for part in name.split("."):
         value = getattr(value, part)
-    return value
+    return cast("torch.Tensor", value)
 
 
 def set_tensor(root: torch.nn.Module, name: str, tensor: torch.Tensor, *, persistent: bool = True) -> None:
@@ -19,7 +21,7 @@ def set_tensor(root: torch.nn.Module, name: str, tensor: torch.Tensor, *, persis
     for part in path:
         if part not in root._modules:
             root.add_module(part, torch.nn.Module())
-        root = root._modules[part]
+        root = cast("torch.nn.Module", root._modules[part])
     if isinstance(tensor, torch.nn.Parameter):
         root._parameters[leaf] = tensor
     else:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
@@ -12,8 +14,11 @@ from .control import Control
 from .signature import size_of
 from .tensors import fetch
 
+if TYPE_CHECKING:
+    from .program import Program
 
-def fake_mode_of(program) -> FakeTensorMode:
+
+def fake_mode_of(program: Program) -> FakeTensorMode:
     """The fake mode that the graph's values belong to; values are computed if any is missing."""
     mode = None
     for node in program.graph.nodes:
@@ -25,10 +30,10 @@ def fake_mode_of(program) -> FakeTensorMode:
     return mode if mode is not None else propagate(program)
 
 
-def propagate(program) -> FakeTensorMode:
+def propagate(program: Program) -> FakeTensorMode:
     """Compute ``meta['val']`` of every node from the signature: inputs share a symbol for each named dimension."""
     mode = FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
-    values: dict[fx.Node, object] = {}
+    values: dict[fx.Node, Any] = {}
     examples = program.signature.complete(program.examples[0])
     sizes = _symbols(program, mode, examples)
     inputs = iter(zip(program.inputs, examples, strict=True))
@@ -52,7 +57,7 @@ def propagate(program) -> FakeTensorMode:
     return mode
 
 
-def stand_in(program, mode: FakeTensorMode, name: str) -> torch.Tensor:
+def stand_in(program: Program, mode: FakeTensorMode, name: str) -> torch.Tensor:
     """The fake tensor of a parameter or buffer; on the CPU for one that still lies in a file."""
     tensor = fetch(program.tree, name)
     if tensor.is_meta and name in program.stored:
@@ -61,7 +66,7 @@ def stand_in(program, mode: FakeTensorMode, name: str) -> torch.Tensor:
     return mode.from_tensor(tensor, static_shapes=True)
 
 
-def _symbols(program, mode: FakeTensorMode, examples: list[torch.Tensor]) -> dict[str, torch.SymInt]:
+def _symbols(program: Program, mode: FakeTensorMode, examples: list[torch.Tensor]) -> dict[str, int]:
     """A symbol for each named dimension; its hint is the example's size, or 5 where that is 0, 1 or unknown."""
     hints: dict[str, int] = {}
     for spec, example in zip(program.inputs, examples, strict=True):
@@ -74,7 +79,9 @@ def _symbols(program, mode: FakeTensorMode, examples: list[torch.Tensor]) -> dic
                 hints.setdefault(name, 5)
     if not hints:
         return {}
-    context = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * len(hints))
+    context: StatelessSymbolicContext[..., Any] = StatelessSymbolicContext(
+        dynamic_sizes=[DimDynamic.DYNAMIC] * len(hints)
+    )
     # a storage of one element: only the sizes matter
     example = torch.empty(1).expand(*hints.values())
     return dict(zip(hints, mode.from_tensor(example, symbolic_context=context).shape, strict=True))

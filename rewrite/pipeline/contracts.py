@@ -30,7 +30,7 @@ class Rounding:
     k: float
 
     def check(self, measured: dict[str, Any]) -> bool:
-        return measured["ulps"] <= self.k
+        return bool(measured["ulps"] <= self.k)
 
     def __str__(self) -> str:
         return f"rounding({self.k:g})"
@@ -118,10 +118,8 @@ def compare(got: list[torch.Tensor], expected: list[torch.Tensor]) -> dict[str, 
         if not e.is_floating_point():
             result["bitwise"] &= torch.equal(g, e)
             continue
-        same = (
-            torch.equal(g, e)
-            or torch.equal(torch.nan_to_num(g), torch.nan_to_num(e))
-            and torch.equal(g.isnan(), e.isnan())
+        same = torch.equal(g, e) or (
+            torch.equal(torch.nan_to_num(g), torch.nan_to_num(e)) and torch.equal(g.isnan(), e.isnan())
         )
         result["bitwise"] &= same
         if not same:

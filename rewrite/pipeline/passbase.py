@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 
@@ -113,7 +113,7 @@ class Pass:
 
     def options(self) -> dict[str, Any]:
         """Options as JSON values; tuples become lists."""
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(self).items()}
+        return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(cast("Any", self)).items()}
 
     def __str__(self) -> str:
         return spec.unparse(self)

@@ -50,7 +50,7 @@ def get(name: str) -> type[Pass]:
         )
     module, _, attribute = known[name].partition(":")
     try:
-        cls = getattr(importlib.import_module(module), attribute)
+        cls: type[Pass] = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise UsageError(
             f"the pass `{name}` cannot be imported: {error}",

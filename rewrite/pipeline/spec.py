@@ -68,7 +68,7 @@ def split(text: str) -> list[str]:
     return [i.strip() for i in [*items, current] if i.strip()]
 
 
-def build(cls: type, options: dict[str, Any]) -> Any:
+def build(cls: type[Any], options: dict[str, Any]) -> Any:
     """A pass object from raw (text) or typed options, each checked against the field's type.
 
     Raises:
@@ -176,7 +176,8 @@ def unparse(step: Any) -> str:
         )
         if value != default:
             parts.append(f"{f.name}={_text(value)}")
-    return step.name + (f"{{{','.join(parts)}}}" if parts else "")
+    name: str = step.name
+    return name + (f"{{{','.join(parts)}}}" if parts else "")
 
 
 def _text(value: Any) -> str:

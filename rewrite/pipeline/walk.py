@@ -62,7 +62,7 @@ def _why(before: str, after: str, place: Any) -> str:
 def _apply(step: Pass, program: Program, pass_plan: PassPlan, editor: Editor, edited: bool) -> None:
     """Apply a step; what goes wrong in a plan that was given is put down to the plan."""
     if edited:
-        for site in pass_plan.sites:
+        for site in pass_plan.sites or ():
             if wrong := step.misfit(program, site.detail):
                 raise PlanError(f"the plan's site `{site.address}` does not fit: {wrong}", where=step.name)
     try:

@@ -3,12 +3,14 @@ multiply-add as two. Norms, activations and other elementwise work are left out,
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from hcx.rewrite.ir.program import Program
 from torch import fx
 from torch.utils.flop_counter import FlopCounterMode
+
+Shape = tuple[int, ...]
 
 
 def counter() -> FlopCounterMode:
@@ -17,7 +19,7 @@ def counter() -> FlopCounterMode:
     return FlopCounterMode(display=False, custom_mapping=attention)
 
 
-def _attention_flops(query: tuple, key: tuple, value: tuple, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+def _attention_flops(query: Shape, key: Shape, value: Shape, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
     """Both products of attention."""
     batch, heads, rows, width = query
     return 2 * batch * heads * rows * key[-2] * (width + value[-1])
@@ -27,7 +29,7 @@ def count(program: Program, flat: list[torch.Tensor]) -> int:
     """Operations of one call without taps."""
     with counter() as counted, torch.no_grad():
         program.run_flat([t.clone() for t in program.signature.complete(flat)])
-    return counted.get_total_flops()
+    return cast("int", counted.get_total_flops())
 
 
 def by_node(program: Program, flat: list[torch.Tensor]) -> dict[str, int]:

@@ -74,7 +74,9 @@ def decode(
     if signature.tokens is None:
         raise UsageError("this model does not take `input_ids`, so it cannot generate text", where=signature.model)
     mask = attention_mask if attention_mask is not None else torch.ones_like(input_ids)
-    tokens, cache, logits = input_ids, {}, []
+    tokens = input_ids
+    cache: dict[str, torch.Tensor] = {}
+    logits: list[torch.Tensor] = []
     done = torch.zeros(input_ids.shape[0], dtype=torch.bool)
     for _ in range(steps):
         window = tokens[:, -1:] if cache else tokens

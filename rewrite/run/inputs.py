@@ -5,6 +5,8 @@ Real inputs stay real: tokens of a text stay tokens of that text, and images kee
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from hcx.rewrite.ir.program import Program
 from hcx.rewrite.ir.signature import Fill, InputSpec, filled, size_of
@@ -46,7 +48,7 @@ def example_sizes(program: Program) -> dict[str, int]:
     return program.signature.sizes(program.signature.complete(program.examples[0]))
 
 
-def _variants(sizes: dict[str, int]):
+def _variants(sizes: dict[str, int]) -> Iterator[dict[str, int]]:
     """Other sizes: everything smaller with a larger batch, then only the batch, then single rows."""
     others = [n for n in sizes if n not in ("batch", "past")]
     if "batch" in sizes:

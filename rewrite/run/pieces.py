@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from hcx.rewrite.errors import PlanError
 from hcx.rewrite.ir.aliases import mutated
 from hcx.rewrite.ir.belongings import Belongings
 from hcx.rewrite.ir.control import copy_graph
-from hcx.rewrite.ir.dataflow import op_name, value
+from hcx.rewrite.ir.dataflow import op_name, operand_at, tensor_of, value
 from hcx.rewrite.ir.graphs import rename
 from hcx.rewrite.ir.program import Program
 from hcx.rewrite.ir.signature import Argument, CallSignature, Fill, InputSpec
@@ -145,26 +145,27 @@ def _resize(whole: Program, stage: _Stage) -> None:
     for node in sorted(stage.sizes):
         if node.args[0] in stage.own | stage.constants or _teller(stage, node) is not None:
             continue
-        if node.args[0].op != "placeholder":
+        source = operand_at(node)
+        if source.op != "placeholder":
             raise PlanError(f"`{node.name}` is the size of a value that lies in another piece", where=node.name)
-        stage.inputs.add(node.args[0])
+        stage.inputs.add(source)
 
 
 def _teller(stage: _Stage, size: fx.Node) -> tuple[fx.Node, int] | None:
     """An input of the piece and its axis that has a size; the one that was asked where the piece has it."""
-    tensor, axis = size.args
+    tensor, axis = cast("tuple[fx.Node, int]", size.args)
     if tensor in stage.inputs or tensor in stage.carried:
         return tensor, axis
-    wanted = value(tensor).shape[axis]
+    wanted = tensor_of(tensor).shape[axis]
     for candidate in (*stage.carried, *sorted(stage.inputs)):
-        for other, found in enumerate(value(candidate).shape):
+        for other, found in enumerate(tensor_of(candidate).shape):
             if isinstance(found, torch.SymInt) and isinstance(wanted, torch.SymInt) and _same(found, wanted):
                 return candidate, other
     return None
 
 
 def _same(one: torch.SymInt, other: torch.SymInt) -> bool:
-    return one.node.expr == other.node.expr
+    return bool(one.node.expr == other.node.expr)
 
 
 def _examples(whole: Program, found: list[_Stage]) -> list[dict[fx.Node, torch.Tensor]]:
@@ -173,10 +174,7 @@ def _examples(whole: Program, found: list[_Stage]) -> list[dict[fx.Node, torch.T
     if any(t.is_meta for _, t in whole.named_tensors()):
         return []
     read = reader(whole, whole.graph, [n.name for n in nodes])
-    made = []
-    for example in whole.examples[:1]:
-        made.append(dict(zip(nodes, read(whole.signature.complete(example)), strict=True)))
-    return made
+    return [dict(zip(nodes, read(whole.signature.complete(e)), strict=True)) for e in whole.examples[:1]]
 
 
 def _built(
@@ -184,12 +182,12 @@ def _built(
     whole: Program,
     stage: _Stage,
     names: dict[fx.Node, str],
-    examples: list[dict],
+    examples: list[dict[fx.Node, torch.Tensor]],
     dims: dict[Any, str],
 ) -> Program:
     placeholders = [n for n in whole.graph.nodes if n.op == "placeholder"]
     used = [i for i, n in enumerate(placeholders) if n in stage.inputs]
-    inputs = [InputSpec(names[n], value(n).dtype, _shape(n, dims), None) for n in stage.carried]
+    inputs = [InputSpec(names[n], tensor_of(n).dtype, _shape(n, dims), None) for n in stage.carried]
     inputs += [whole.inputs[i] for i in used]
     signature = CallSignature(
         program.signature.model,
@@ -216,7 +214,7 @@ def _dims(whole: Program, placeholders: list[fx.Node]) -> dict[Any, str]:
     """Size of an input as an expression -> how the signature names it."""
     found: dict[Any, str] = {}
     for node, spec in zip(placeholders, whole.inputs, strict=True):
-        for size, dim in zip(value(node).shape, spec.shape, strict=True):
+        for size, dim in zip(tensor_of(node).shape, spec.shape, strict=True):
             if isinstance(size, torch.SymInt) and isinstance(dim, str):
                 found.setdefault(size.node.expr, dim)
     return found
@@ -224,7 +222,7 @@ def _dims(whole: Program, placeholders: list[fx.Node]) -> dict[Any, str]:
 
 def _shape(node: fx.Node, dims: dict[Any, str]) -> tuple[int | str, ...]:
     result: list[int | str] = []
-    for size in value(node).shape:
+    for size in tensor_of(node).shape:
         if isinstance(size, int):
             result.append(size)
         elif size.node.expr.is_Integer:
@@ -237,7 +235,7 @@ def _shape(node: fx.Node, dims: dict[Any, str]) -> tuple[int | str, ...]:
 def _name_sizes(stage: _Stage, names: dict[fx.Node, str], dims: dict[Any, str]) -> None:
     """Name the sizes of values that cross and that no input has: an encoder of speech makes one frame of many samples."""
     for node in stage.carried:
-        for axis, size in enumerate(value(node).shape):
+        for axis, size in enumerate(tensor_of(node).shape):
             if isinstance(size, torch.SymInt) and not size.node.expr.is_Integer:
                 dims.setdefault(size.node.expr, f"{names[node].replace('.', '_')}_{axis}")
 
@@ -258,7 +256,7 @@ def _arguments(signature: CallSignature, stage: _Stage, names: dict[fx.Node, str
     return result
 
 
-def subset(spec: dict, numbers: dict[int, int]) -> dict | None:
+def subset(spec: dict[str, Any], numbers: dict[int, int]) -> dict[str, Any] | None:
     """A structure description with some of its tensors, renumbered; None where it had tensors and has none left."""
     before = list(tensor_indices(spec))
     if not before:

@@ -6,10 +6,12 @@ Module paths only align and label the groups; without any, the repetition of equ
 from __future__ import annotations
 
 import re
+from collections.abc import Set
 from itertools import groupby
+from typing import Any
 
 import torch
-from hcx.rewrite.ir.dataflow import Dataflow, is_identity, op_name, private, resolve, value
+from hcx.rewrite.ir.dataflow import Dataflow, is_identity, op_name, operand_at, private, resolve, value
 from hcx.rewrite.ir.tags import hcx_tag
 from torch import fx
 
@@ -50,7 +52,7 @@ def group(residuals: list[Residual], signatures: list[str]) -> list[tuple[str, l
 
 
 def _by_pattern(residuals: list[Residual], pattern: str) -> list[tuple[str, list[Residual]]]:
-    def key(residual: Residual):
+    def key(residual: Residual) -> tuple[str, int]:
         call = next((c for p, c in levels(residual.add) if p == pattern), None)
         return (call or f"?{residual.add.name}", iteration_of(residual))
 
@@ -75,7 +77,7 @@ def _units(groups: list[tuple[str, list[Residual]]], signatures: list[str]) -> l
     return joined + groups[position:]
 
 
-def _covered(texts: list[str], groups: list, period: int | None) -> int:
+def _covered(texts: list[str], groups: list[tuple[str, list[Residual]]], period: int | None) -> int:
     return sum(len(groups[i][1]) for start, end, p in repeats(texts) if period in (None, p) for i in range(start, end))
 
 
@@ -158,7 +160,7 @@ def canonical(body: list[fx.Node], entry: fx.Node) -> tuple[str, list[fx.Node]]:
     return "\n".join(lines), list(outside)
 
 
-def _with_defaults(node: fx.Node) -> tuple:
+def _with_defaults(node: fx.Node) -> tuple[Any, ...]:
     """Arguments of a node; those of a slice that say "from the start" in one way or another are 0."""
     if op_name(node) != "slice":
         return node.args
@@ -169,7 +171,7 @@ def _picks_entry(node: fx.Node, own: list[fx.Node]) -> bool:
     """Whether a private node takes one entry, by a fixed number, from a value that others read too."""
     if node not in own or op_name(node) not in ("select", "getitem") or not isinstance(node.args[-1], int):
         return False
-    return resolve(node.args[0]) not in own
+    return resolve(operand_at(node)) not in own
 
 
 def residual_signature(flow: Dataflow, residual: Residual) -> str:
@@ -177,7 +179,7 @@ def residual_signature(flow: Dataflow, residual: Residual) -> str:
     return canonical(flow.between(residual.skip, residual.add), residual.skip)[0]
 
 
-def find_runs(blocks: list[Block], caches: set[fx.Node]) -> list[BlockRun]:
+def find_runs(blocks: list[Block], caches: Set[fx.Node]) -> list[BlockRun]:
     """Maximal runs of equal blocks within one pass over them, with the role of each outside value."""
     texts = [f"{b.iteration}\n{b.key}" for b in blocks]
     return [
@@ -185,7 +187,7 @@ def find_runs(blocks: list[Block], caches: set[fx.Node]) -> list[BlockRun]:
     ]
 
 
-def _roles(blocks: list[Block], period: int, caches: set[fx.Node]) -> list[str]:
+def _roles(blocks: list[Block], period: int, caches: Set[fx.Node]) -> list[str]:
     roles = []
     for values in zip(*[b.outside for b in blocks], strict=False) if period == 1 else ():
         if all(v is values[0] for v in values):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from hcx.rewrite.ir.dataflow import WRITES, Dataflow, op_name, resolve, settle, value
+from collections.abc import Iterator, Set
+from typing import TYPE_CHECKING
+
+from hcx.rewrite.ir.dataflow import WRITES, Dataflow, op_name, resolve, results_of, settle, tensor_of, value
 from hcx.rewrite.ir.signature import Fill
 from hcx.rewrite.ir.tags import Part, hcx_tag
 from hcx.rewrite.ir.values import fake_mode_of
@@ -13,20 +16,25 @@ from .residuals import find_residuals, other_adds
 from .stages import find_stages
 from .views import Block, Boundary, Carrier, Residual, Rule, Sites, Stack, Streams
 
+if TYPE_CHECKING:
+    from hcx.rewrite.ir.program import Program
 
-def find(program) -> Sites:
+Groups = list[tuple[str, list[Residual]]]
+
+
+def find(program: Program) -> Sites:
     """Stacks, blocks, branches and boundaries of a Program; main stack last."""
     fake_mode_of(program)
     return find_in_graph(program.graph, cache_nodes(program))
 
 
-def cache_nodes(program) -> set[fx.Node]:
+def cache_nodes(program: Program) -> set[fx.Node]:
     """Placeholders that hold caches."""
     placeholders = [n for n in program.graph.nodes if n.op == "placeholder"]
     return {n for n, spec in zip(placeholders, program.inputs, strict=True) if spec.fill == Fill.EMPTY}
 
 
-def find_in_graph(graph: fx.Graph, caches: set[fx.Node] = frozenset()) -> Sites:
+def find_in_graph(graph: fx.Graph, caches: Set[fx.Node] = frozenset()) -> Sites:
     """The same for a bare graph (values need ``meta['val']``; module stacks are optional)."""
     flow = Dataflow(graph)
     residuals = find_residuals(flow)
@@ -101,7 +109,7 @@ def _depends_on_input(flow: Dataflow, node: fx.Node) -> bool:
     )
 
 
-def _bits(mask: int):
+def _bits(mask: int) -> Iterator[int]:
     while mask:
         low = mask & -mask
         yield low.bit_length() - 1
@@ -151,7 +159,7 @@ def _inner(trunks: list[list[Residual]]) -> dict[int, Rule]:
     return found
 
 
-def _stack(flow: Dataflow, trunk: list[Residual], caches: set[fx.Node], number: int) -> Stack:
+def _stack(flow: Dataflow, trunk: list[Residual], caches: Set[fx.Node], number: int) -> Stack:
     signatures = [residual_signature(flow, r) for r in trunk]
     groups = group(trunk, signatures)
     entries = [_entry(flow, members[0], address) for address, members in groups]
@@ -184,7 +192,8 @@ def _entry(flow: Dataflow, first: Residual, call: str) -> fx.Node:
     iteration = iteration_of(first)
     if not call or not _inside(skip, call, iteration):
         return skip
-    mine, outside = [skip], {}
+    mine = [skip]
+    outside: dict[fx.Node, None] = {}
     for node in mine:
         for operand in node.all_input_nodes:
             if _inside(operand, call, iteration):
@@ -192,17 +201,18 @@ def _entry(flow: Dataflow, first: Residual, call: str) -> fx.Node:
             elif value(operand) is not None and operand.op != "get_attr":
                 outside[operand] = None
     entry = next(iter(outside)) if len(outside) == 1 else skip
-    alike = value(entry).shape == value(skip).shape and value(entry).dtype == value(skip).dtype
+    before, after = tensor_of(entry), tensor_of(skip)
+    alike = before.shape == after.shape and before.dtype == after.dtype
     return settle(entry) if alike and not flow.reaches_by_weight(entry, skip) else skip
 
 
 def _carrier(trunk: list[Residual]) -> Carrier:
     """Several streams where the residuals are written by stream ops, else plain."""
     last = trunk[-1].add
-    return Streams(int(value(last).shape[0])) if op_name(last) in WRITES else Carrier()
+    return Streams(int(tensor_of(last).shape[0])) if op_name(last) in WRITES else Carrier()
 
 
-def _exit(flow: Dataflow, groups, entries: list[fx.Node], i: int) -> fx.Node:
+def _exit(flow: Dataflow, groups: Groups, entries: list[fx.Node], i: int) -> fx.Node:
     """Boundary after block i: the next block's skip, or the end of the block's own tail (post-norm, activation)."""
     add = groups[i][1][-1].add
     if i + 1 < len(groups) and flow.reaches(add, entries[i + 1]) and not flow.reaches_by_weight(add, entries[i + 1]):
@@ -212,7 +222,7 @@ def _exit(flow: Dataflow, groups, entries: list[fx.Node], i: int) -> fx.Node:
     return _like_before(flow, groups, entries, i, add)
 
 
-def _state(flow: Dataflow, blocks: list[Block], groups, i: int) -> fx.Node | None:
+def _state(flow: Dataflow, blocks: list[Block], groups: Groups, i: int) -> fx.Node | None:
     """What a pass of a loop ends with, where the next block begins another pass."""
     if i + 1 == len(blocks) or blocks[i + 1].iteration <= blocks[i].iteration:
         return None
@@ -246,7 +256,7 @@ def _inside(node: fx.Node, call: str, iteration: int) -> bool:
     )
 
 
-def _like_before(flow: Dataflow, groups, entries: list[fx.Node], i: int, add: fx.Node) -> fx.Node:
+def _like_before(flow: Dataflow, groups: Groups, entries: list[fx.Node], i: int, add: fx.Node) -> fx.Node:
     """Without module names: the same ops after the add as in the block before."""
     if i == 0:
         return add
@@ -266,7 +276,7 @@ def _label(blocks: list[Block], number: int) -> str:
 
 
 def _main_last(flow: Dataflow, graph: fx.Graph, stacks: list[Stack]) -> list[Stack]:
-    outputs = [n for n in graph.output_node().args[0] if isinstance(n, fx.Node)]
+    outputs = [n for n in results_of(graph) if isinstance(n, fx.Node)]
 
     def rank(stack: Stack) -> tuple[bool, int]:
         end = stack.boundaries[-1].node

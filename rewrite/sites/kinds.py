@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from hcx.rewrite.ir.dataflow import Dataflow, namespace, op_name, value
+from typing import Any
+
+from hcx.rewrite.ir.dataflow import Dataflow, namespace, op_name, tensor_of, value
 from torch import fx
 
 _CONVS = ("conv1d", "conv2d", "conv3d", "convolution")
@@ -29,9 +31,10 @@ def _attention(flow: Dataflow, body: list[fx.Node]) -> fx.Node | None:
         name = op_name(node)
         if "attention" in name:
             return node
-        if name in ("softmax", "_softmax") and (val := value(node)) is not None and val.dim() >= 3:
-            if any(op_name(o) in ("matmul", "bmm", "einsum", "baddbmm") for o in _weightless_ancestors(flow, node, 12)):
-                return node
+        if name not in ("softmax", "_softmax") or (val := value(node)) is None or val.dim() < 3:
+            continue
+        if any(op_name(o) in ("matmul", "bmm", "einsum", "baddbmm") for o in _weightless_ancestors(flow, node, 12)):
+            return node
     return None
 
 
@@ -57,7 +60,7 @@ def _reads_elsewhere(flow: Dataflow, skip: fx.Node, attention: fx.Node) -> bool:
     )
     if product is None:
         return False
-    pair = (
+    pair: Any = (
         product.args[1:3]
         if op_name(product) == "baddbmm"
         else product.args[-1]
@@ -91,7 +94,7 @@ def _ends_in_mlp(flow: Dataflow, skip: fx.Node, body: list[fx.Node]) -> bool:
     layers = 0
     for node in body:
         made_of = value(node.args[0]) if node.args else None
-        if made_of is None or made_of.dim() != value(skip).dim() or all(s == 1 for s in made_of.shape[2:]):
+        if made_of is None or made_of.dim() != tensor_of(skip).dim() or all(s == 1 for s in made_of.shape[2:]):
             continue
         if op_name(node) in _CONVS:
             weight = value(node.args[1]) if isinstance(node.args[1], fx.Node) else None

@@ -6,7 +6,20 @@ scaled skips, state-space blocks with a skip of their own): see :func:`find_resi
 
 from __future__ import annotations
 
-from hcx.rewrite.ir.dataflow import ADDS, SCALES, WRITES, Dataflow, live_users, op_name, resolve, shape, value
+from typing import cast
+
+from hcx.rewrite.ir.dataflow import (
+    ADDS,
+    SCALES,
+    WRITES,
+    Dataflow,
+    live_users,
+    op_name,
+    operand_at,
+    resolve,
+    shape,
+    value,
+)
 from hcx.rewrite.ir.tags import Part, hcx_tag, owner
 from torch import fx
 
@@ -62,9 +75,9 @@ def _terms(node: fx.Node, top: fx.Node, flatten: bool) -> tuple[list[tuple[fx.No
     """(term, scaled by alpha) of an add chain, and the adds in it."""
     terms: list[tuple[fx.Node, bool]] = []
     adds = [node]
-    for position, operand in enumerate(node.args[:2]):
+    for position, operand in enumerate(cast("tuple[fx.Node, fx.Node]", node.args[:2])):
         inner = resolve(operand)
-        scaled = position == 1 and node.kwargs.get("alpha", 1) != 1
+        scaled = position == 1 and cast("float", node.kwargs.get("alpha", 1)) != 1
         if (
             flatten
             and not scaled
@@ -107,8 +120,8 @@ def _match(flow: Dataflow, node: fx.Node, flatten: bool) -> Residual | None:
 
 def _written(flow: Dataflow, node: fx.Node) -> Residual:
     """A residual whose stream is carried as several streams."""
-    skip, scaled = unscale(flow, node.args[0])
-    return Residual(node, skip, [_branch(flow, skip, node.args[1], False)], scaled, adds=(node,))
+    skip, scaled = unscale(flow, operand_at(node))
+    return Residual(node, skip, [_branch(flow, skip, operand_at(node, 1), False)], scaled, adds=(node,))
 
 
 def _projected(flow: Dataflow, node: fx.Node, terms: list[tuple[fx.Node, bool]]) -> Residual | None:
@@ -118,7 +131,8 @@ def _projected(flow: Dataflow, node: fx.Node, terms: list[tuple[fx.Node, bool]])
     while common:
         source = flow.nodes[common.bit_length() - 1]
         common &= ~(1 << flow.index[source])
-        if source.op in ("get_attr", "output") or value(source) is None or not value(source).is_floating_point():
+        val = value(source)
+        if source.op in ("get_attr", "output") or val is None or not val.is_floating_point():
             continue
         for skip, branch in (sides, sides[::-1]):
             path, body = flow.between(source, skip), flow.between(source, branch)

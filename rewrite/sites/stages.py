@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from hcx.rewrite.ir.dataflow import Dataflow, value
+from itertools import pairwise
+
+from hcx.rewrite.ir.dataflow import Dataflow, results_of, tensor_of, value
 from torch import fx
 
 from .blocks import canonical
@@ -15,7 +17,7 @@ def find_stages(flow: Dataflow, graph: fx.Graph) -> list[Stack]:
     A boundary is the last value that everything passes through before the next weight. Where the network changes its
     resolution, only the boundaries at such changes are kept.
     """
-    outputs = [n for n in graph.output_node().args[0] if isinstance(n, fx.Node)]
+    outputs = [n for n in results_of(graph) if isinstance(n, fx.Node)]
     sources = [
         n
         for n in graph.nodes
@@ -27,9 +29,9 @@ def find_stages(flow: Dataflow, graph: fx.Graph) -> list[Stack]:
     candidates = _before_weights(flow, cuts)
     if len(candidates) < 2:
         return []
-    rank = value(candidates[0]).dim()
-    flat = next((n for n in candidates if value(n).dim() != rank), None)
-    candidates = [n for n in candidates if value(n).dim() == rank]
+    rank = tensor_of(candidates[0]).dim()
+    flat = next((n for n in candidates if tensor_of(n).dim() != rank), None)
+    candidates = [n for n in candidates if tensor_of(n).dim() == rank]
     if flat is not None and (last := _before_flattening(flow, cuts, candidates[-1], flat)) is not None:
         candidates.append(last)
     if rank > 2 and len({_resolution(n) for n in candidates}) > 1:
@@ -47,7 +49,7 @@ def _before_weights(flow: Dataflow, cuts: list[fx.Node]) -> list[fx.Node]:
         val = value(here)
         if after is None or val is None or not val.is_floating_point() or val.dim() < 2:
             continue
-        if seen_weight and flow.reaches_by_weight(here, after) and not here.op == "placeholder":
+        if seen_weight and flow.reaches_by_weight(here, after) and here.op != "placeholder":
             found.append(here)
     return found
 
@@ -55,7 +57,7 @@ def _before_weights(flow: Dataflow, cuts: list[fx.Node]) -> list[fx.Node]:
 def _before_flattening(flow: Dataflow, cuts: list[fx.Node], last: fx.Node, flat: fx.Node) -> fx.Node | None:
     """Where the last stage ends: the last value like ``last`` on the way to ``flat``, which a classifier reads."""
     between = cuts[cuts.index(last) + 1 : cuts.index(flat)] if last in cuts and flow.reaches(last, flat) else []
-    alike = [n for n in between if (v := value(n)) is not None and v.dim() == value(last).dim()]
+    alike = [n for n in between if (v := value(n)) is not None and v.dim() == tensor_of(last).dim()]
     return alike[-1] if alike and flow.reaches_by_weight(last, alike[-1]) else None
 
 
@@ -75,12 +77,12 @@ def _at_changes(flow: Dataflow, source: fx.Node, candidates: list[fx.Node]) -> l
 
 
 def _resolution(node: fx.Node) -> tuple[str, ...]:
-    return tuple(str(s) for s in value(node).shape[2:])
+    return tuple(str(s) for s in tensor_of(node).shape[2:])
 
 
 def _as_stack(flow: Dataflow, nodes: list[fx.Node]) -> Stack:
     blocks = []
-    for index, (entry, exit_) in enumerate(zip(nodes, nodes[1:], strict=False)):
+    for index, (entry, exit_) in enumerate(pairwise(nodes)):
         body = flow.between(entry, exit_)
         key, outside = canonical(body, entry)
         blocks.append(Block(_name(flow, body, index), index, 1, [], entry, exit_, body, key, outside))

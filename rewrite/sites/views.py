@@ -7,9 +7,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Protocol
 
 from hcx.rewrite.ir.tags import REDUCE, hcx_tag
 from torch import fx
+
+
+class Inserts(Protocol):
+    """What a carrier asks of an editor."""
+
+    def reduced_mean(self, streams: fx.Node, count: int) -> fx.Node:
+        """Insert the mean over the streams of a boundary."""
+        ...
 
 
 @dataclass
@@ -69,7 +78,7 @@ class Boundary:
     iteration: int = 1
     state: fx.Node | None = None
 
-    def read(self, editor) -> fx.Node:
+    def read(self, editor: Inserts) -> fx.Node:
         """The plain value of the stream here, inserted where the carrier is not plain."""
         return self.carrier.read(editor, self.node)
 
@@ -79,7 +88,7 @@ class Carrier:
 
     kind = "plain"
 
-    def read(self, editor, node: fx.Node) -> fx.Node:
+    def read(self, editor: Inserts, node: fx.Node) -> fx.Node:
         """What a foreign reader of the stream sees."""
         return node
 
@@ -92,7 +101,7 @@ class Streams(Carrier):
     def __init__(self, count: int):
         self.count = count
 
-    def read(self, editor, node: fx.Node) -> fx.Node:
+    def read(self, editor: Inserts, node: fx.Node) -> fx.Node:
         """The reduced stream: the reduction that the graph already has for this boundary, or a mean."""
         for user in node.users:
             if hcx_tag(user).word == REDUCE.word:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
 from hcx.rewrite.ir.dataflow import op_name, value
 from torch import fx
@@ -51,13 +52,14 @@ def role_of(node: fx.Node, operand: fx.Node) -> list[Role]:
     if name == "einsum":
         return _einsum(node, operand)
     places = [i for i, a in enumerate(args) if a is operand]
-    rank = value(operand).dim() if value(operand) is not None else 0
+    val = value(operand)
+    rank = val.dim() if val is not None else 0
     found = [_role(name, node, place, rank) for place in places if rank >= 2]
     return [r for r in found if r is not None and isinstance(r.input, fx.Node)]
 
 
 def _role(name: str, node: fx.Node, place: int, rank: int) -> Role | None:
-    args = node.args
+    args: tuple[Any, ...] = node.args
     if name == "linear" and place == 1:
         return Role("linear", 0, (1,), args[0])
     if name == "embedding" and place == 0:
@@ -66,7 +68,7 @@ def _role(name: str, node: fx.Node, place: int, rank: int) -> Role | None:
         transposed = "transpose" in name or (name == "convolution" and len(args) > 6 and bool(args[6]))
         return Role("conv", int(transposed), (int(not transposed), *range(2, rank)), args[0])
     if name in ("addmm", "baddbmm") and place in (1, 2):
-        factor = float(node.kwargs.get("alpha", 1))
+        factor = float(cast("float", node.kwargs.get("alpha", 1)))
         return _product("addmm" if rank == 2 else "matmul", args[1], args[2], place == 1, rank, factor)
     if name in ("mm", "matmul", "bmm") and place in (0, 1):
         return _product("matmul", args[0], args[1], place == 0, rank)
@@ -75,7 +77,7 @@ def _role(name: str, node: fx.Node, place: int, rank: int) -> Role | None:
     return None
 
 
-def _product(kind: str, first, second, left: bool, rank: int, factor: float = 1.0) -> Role:
+def _product(kind: str, first: fx.Node, second: fx.Node, left: bool, rank: int, factor: float = 1.0) -> Role:
     batch = rank - 3 if rank >= 3 else None
     if left:
         return Role(kind, rank - 2, (rank - 1,), second, batch, True, factor)
@@ -88,7 +90,7 @@ def _einsum(node: fx.Node, operand: fx.Node) -> list[Role]:
     if len(node.args) < 2 or not isinstance(node.args[0], str) or "." in node.args[0]:
         return []
     sources, arrow, result = node.args[0].replace(" ", "").partition("->")
-    letters, operands = sources.split(","), list(node.args[1])
+    letters, operands = sources.split(","), list(cast("list[fx.Node]", node.args[1]))
     roles = []
     for place, (own, tensor) in enumerate(zip(letters, operands, strict=False)):
         others = set("".join(x for i, x in enumerate(letters) if i != place))
@@ -104,6 +106,7 @@ def _einsum(node: fx.Node, operand: fx.Node) -> list[Role]:
 def view_of(user: fx.Node, node: fx.Node, dims: tuple[Dim, ...]) -> tuple[Dim, ...] | None:
     """Dimensions of a view, cast or slice of a weight; None where the op computes something new."""
     name = op_name(user)
+    args: tuple[Any, ...] = user.args
     if user.target is operator.getitem:
         return _item(user, node, dims)
     if not user.args or user.args[0] is not node:
@@ -114,11 +117,11 @@ def view_of(user: fx.Node, node: fx.Node, dims: tuple[Dim, ...]) -> tuple[Dim, .
         return (*dims[:-2], *reversed(dims[-2:]))
     if name == "transpose":
         order = list(range(len(dims)))
-        a, b = (int(x) % len(dims) for x in user.args[1:3])
+        a, b = (int(x) % len(dims) for x in args[1:3])
         order[a], order[b] = order[b], order[a]
         return tuple(dims[i] for i in order)
     if name == "permute":
-        return tuple(dims[int(i) % len(dims)] for i in user.args[1])
+        return tuple(dims[int(i) % len(dims)] for i in args[1])
     if name in _SAME_CONTENT:
         return _reshaped(user, dims)
     if name in ("slice", "narrow", "select", "index", "index_select"):
@@ -152,7 +155,7 @@ def _cut(dim: Dim, start: int, stop: int) -> Dim:
 
 
 def _part(name: str, user: fx.Node, dims: tuple[Dim, ...]) -> tuple[Dim, ...] | None:
-    args = user.args
+    args: tuple[Any, ...] = user.args
     if name in ("index", "index_select"):
         first = name == "index" and isinstance(args[1], list | tuple) and len(args[1]) == 1 and len(dims) >= 3
         whole = value(args[1][0]) if first else None
@@ -178,9 +181,10 @@ def _item(user: fx.Node, node: fx.Node, dims: tuple[Dim, ...]) -> tuple[Dim, ...
     pieces = node.meta.get("val")
     if not isinstance(pieces, list | tuple) or not isinstance(number, int):
         return None
-    along = int(node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)) if name != "unbind" else 0
+    args: tuple[Any, ...] = node.args
+    along = int(args[2] if len(args) > 2 else cast("int", node.kwargs.get("dim", 0))) if name != "unbind" else 0
     if name == "unbind":
-        along = int(node.args[1]) % len(dims) if len(node.args) > 1 else 0
+        along = int(args[1]) % len(dims) if len(args) > 1 else 0
         return dims[:along] + dims[along + 1 :]
     along %= len(dims)
     sizes = [int(p.shape[along]) for p in pieces]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
+from typing import TYPE_CHECKING
 
 import torch
 from hcx.rewrite.errors import PlanError, UsageError
@@ -18,6 +19,9 @@ from .weights import (
     readout_weights,
     weights_in_branches,
 )
+
+if TYPE_CHECKING:
+    from hcx.rewrite.ir.program import Program
 
 
 @dataclass
@@ -44,7 +48,7 @@ class Selection:
         ]
 
 
-def select(program, target: str | tuple[str, ...], kinds: Iterable[str], axes: int | None = None) -> Selection:
+def select(program: Program, target: str | tuple[str, ...], kinds: Iterable[str], axes: int | None = None) -> Selection:
     """Choose parameters of the base by name, or the usual ones.
 
     ``auto`` takes the weights inside residual branches (of every stack, projections of another stream's output for
@@ -80,7 +84,7 @@ def select(program, target: str | tuple[str, ...], kinds: Iterable[str], axes: i
     return Selection(chosen, left + find_uncovered(program, uses))
 
 
-def require_finite(program, names: Iterable[str], because: str) -> None:
+def require_finite(program: Program, names: Iterable[str], because: str) -> None:
     """Refuse weights that hold NaN or Inf.
 
     Raises:
@@ -114,7 +118,7 @@ def fits(name: str, pattern: str) -> bool:
     return fnmatch(name, pattern) or fnmatch(stem, pattern) or fnmatch(stem, f"*.{pattern}")
 
 
-def base_count(program) -> int:
+def base_count(program: Program) -> int:
     """Entries of the base's parameters, tied ones once."""
     return sum(program.tensor(names[0]).numel() for names in base_tensors(program))
 
@@ -129,7 +133,9 @@ def _check_patterns(patterns: tuple[str, ...], by_name: dict[str, list[WeightUse
             )
 
 
-def _usual(program, by_name: dict[str, list[WeightUse]], kinds: set[str], axes: int | None) -> dict[str, str | None]:
+def _usual(
+    program: Program, by_name: dict[str, list[WeightUse]], kinds: set[str], axes: int | None
+) -> dict[str, str | None]:
     """Name -> None if taken, else the reason."""
     inside = weights_in_branches(program, [u for us in by_name.values() for u in us])
     readouts = readout_weights(program)

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from hcx.rewrite.ir.dataflow import Dataflow, op_name, value
+from hcx.rewrite.ir.dataflow import Dataflow, op_name, results_of, tensor_of
 from hcx.rewrite.ir.values import fake_mode_of
 from torch import fx
 
 from .finder import find
 from .weight_roles import Dim, Role, role_of, view_of
+
+if TYPE_CHECKING:
+    from hcx.rewrite.ir.program import Program
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,20 +77,20 @@ class Uncovered:
     reason: str
 
 
-def find_weights(program) -> list[WeightUse]:
+def find_weights(program: Program) -> list[WeightUse]:
     """Every use of a parameter by a weight-carrying op, in graph order; parameters that passes added included."""
     fake_mode_of(program)
     tied = _names_by_tensor(program)
     found: list[WeightUse] = []
     for node in program.graph.nodes:
         if node.op == "get_attr" and node.target in tied:
-            dims = tuple(Dim(i, 0, int(s)) for i, s in enumerate(value(node).shape))
+            dims = tuple(Dim(i, 0, int(s)) for i, s in enumerate(tensor_of(node).shape))
             found += _uses(node, dims, tied[node.target], (node,))
     position = {n: i for i, n in enumerate(program.graph.nodes)}
     return _addressed(sorted(found, key=lambda u: position[u.node]))
 
 
-def find_uncovered(program, uses: Iterable[WeightUse]) -> list[Uncovered]:
+def find_uncovered(program: Program, uses: Iterable[WeightUse]) -> list[Uncovered]:
     """Parameters of the base without any of these uses, each tensor once."""
     covered = {name for use in uses for name in use.names}
     readers: dict[str, list[str]] = {}
@@ -108,7 +112,7 @@ def find_uncovered(program, uses: Iterable[WeightUse]) -> list[Uncovered]:
     return result
 
 
-def weights_in_branches(program, uses: Iterable[WeightUse]) -> set[fx.Node] | None:
+def weights_in_branches(program: Program, uses: Iterable[WeightUse]) -> set[fx.Node] | None:
     """The ops of those uses that lie in a residual branch: on the way from the stream back to it, or beside it (a
     cross-attention's keys and values) with no other weight between; None where there is no residual stream."""
     residuals = find(program).residuals
@@ -134,10 +138,10 @@ def weights_in_branches(program, uses: Iterable[WeightUse]) -> set[fx.Node] | No
     return inside
 
 
-def readout_weights(program) -> set[fx.Node]:
+def readout_weights(program: Program) -> set[fx.Node]:
     """Weight-carrying ops whose result reaches an output with no other weight on the way."""
     flow = Dataflow(program.graph)
-    outputs = [n for n in program.graph.output_node().args[0] if isinstance(n, fx.Node)]
+    outputs = [n for n in results_of(program.graph) if isinstance(n, fx.Node)]
     return {
         n
         for n in flow.nodes
@@ -145,7 +149,7 @@ def readout_weights(program) -> set[fx.Node]:
     }
 
 
-def _names_by_tensor(program) -> dict[str, tuple[str, ...]]:
+def _names_by_tensor(program: Program) -> dict[str, tuple[str, ...]]:
     """Parameter name -> all names of its tensor."""
     groups: dict[int, list[str]] = {}
     for name, parameter in program.tree.named_parameters(remove_duplicate=False):
@@ -153,7 +157,7 @@ def _names_by_tensor(program) -> dict[str, tuple[str, ...]]:
     return {n: tuple(names) for names in groups.values() for n in names}
 
 
-def base_tensors(program) -> list[tuple[str, ...]]:
+def base_tensors(program: Program) -> list[tuple[str, ...]]:
     """Names of each parameter of the base; several where it is tied."""
     return [g for g in dict.fromkeys(_names_by_tensor(program).values()) if not set(g) & set(program.origin)]
 
@@ -161,20 +165,21 @@ def base_tensors(program) -> list[tuple[str, ...]]:
 def _uses(node: fx.Node, dims: tuple[Dim, ...], names: tuple[str, ...], path: tuple[fx.Node, ...]) -> list[WeightUse]:
     found = []
     for user in node.users:
-        for role in role_of(user, node):
-            if (use := _use(user, role, dims, names, path)) is not None:
-                found.append(use)
+        uses = (_use(user, role, dims, names, path) for role in role_of(user, node))
+        found += [use for use in uses if use is not None]
         after = view_of(user, node, dims)
         if after is not None:
             found += _uses(user, after, names, (*path, user))
     return found
 
 
-def _use(node: fx.Node, role: Role, dims: tuple[Dim, ...], names: tuple[str, ...], path: tuple[fx.Node, ...]):
+def _use(
+    node: fx.Node, role: Role, dims: tuple[Dim, ...], names: tuple[str, ...], path: tuple[fx.Node, ...]
+) -> WeightUse | None:
     def axis(dim: int | None) -> int | None:
         return None if dim is None else dims[dim].axis
 
-    rank = value(path[0]).dim()
+    rank = tensor_of(path[0]).dim()
     out, batch = axis(role.out), axis(role.batch)
     summed = tuple(a for d in role.summed if (a := axis(d)) is not None)
     if out is None or (not summed and role.kind != "conv"):
@@ -184,7 +189,7 @@ def _use(node: fx.Node, role: Role, dims: tuple[Dim, ...], names: tuple[str, ...
         batch = next((a for a in range(rank) if a != out and a not in summed), None)
     home = list((node.meta.get("nn_module_stack") or {}).values())
     prefix = f"{home[-1][0]}." if home else "."
-    name = next((n for n in names if n.rpartition(".")[0] + "." == prefix), path[0].target)
+    name = next((n for n in names if n.rpartition(".")[0] + "." == prefix), str(path[0].target))
     return WeightUse(
         address=name,
         name=name,
