@@ -23,10 +23,10 @@ def verify(artefact: str, *, weights: str | None = None, progress: Progress = si
     """
     check_artefact(artefact)
     progress(f"checking {artefact}")
-    from hcx.rewrite.store import saving as stored
+    from hcx.rewrite.store import verifying
 
     start = time.perf_counter()
-    checks = [c.to_json() for c in stored.verify(artefact, weights=weights)]
+    checks = [c.to_json() for c in verifying.verify(artefact, weights=weights)]
     failed = checks_failed(checks)
     data: dict[str, Any] = {
         "artefact": artefact,
