@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from hcx.rewrite.errors import UsageError
@@ -13,7 +14,7 @@ OnTaps = Callable[[dict[str, torch.Tensor]], None]
 """Called with the taps of a forward by name."""
 
 
-def as_pretrained(program: Program, *, on_taps: OnTaps | None = None):
+def as_pretrained(program: Program, *, on_taps: OnTaps | None = None) -> Any:
     """A ``PreTrainedModel`` with ``GenerationMixin`` over the same tensors.
 
     State-dict keys are the source model's (plus what passes added), so checkpoints load back into the Program. Caches
@@ -37,7 +38,7 @@ def as_pretrained(program: Program, *, on_taps: OnTaps | None = None):
     return model
 
 
-def config_of(program: Program):
+def config_of(program: Program) -> Any:
     from transformers import AutoConfig, PretrainedConfig
 
     model = program.reference.model if program.reference is not None else None

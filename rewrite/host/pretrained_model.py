@@ -11,11 +11,12 @@ from hcx.rewrite.ir.program import Program
 from hcx.rewrite.ir.signature import Fill
 from hcx.rewrite.run.reading import observe
 from hcx.rewrite.sites.finder import find
+from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast
 
-from .module import as_module
+from .module import ProgramModule, as_module
 from .pretrained_cache import from_flat, to_flat
 
 
@@ -26,7 +27,7 @@ class _Source(torch.nn.Module):
         super().__init__()
         self.main_input_name = main_input_name
 
-    def forward(self, **kwargs):
+    def forward(self, **kwargs: Any) -> BaseModelOutput:
         return BaseModelOutput(last_hidden_state=kwargs[self.main_input_name])
 
 
@@ -38,6 +39,10 @@ def _shifted(labels: torch.Tensor, config: Any) -> torch.Tensor:
 
 class HcxForCausalLM(PreTrainedModel, GenerationMixin):
     """A rewritten decoder; see :func:`as_pretrained`."""
+
+    program: Program
+    module: ProgramModule
+    _source: _Source | None
 
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
@@ -74,7 +79,7 @@ class HcxForCausalLM(PreTrainedModel, GenerationMixin):
         if not program.signature.has_cache:  # else `generate` passes on the last token alone
             self.generation_config.use_cache = False
 
-    def train(self, mode: bool = True):
+    def train(self, mode: bool = True) -> HcxForCausalLM:
         self.program.train(mode)
         self.module.train(mode)
         self.training = mode
@@ -83,9 +88,13 @@ class HcxForCausalLM(PreTrainedModel, GenerationMixin):
     def _init_weights(self, module: torch.nn.Module) -> None:
         pass
 
-    def forward(self, input_ids=None, attention_mask=None, position_ids=None, cache=None, past_key_values=None,
-                labels=None, use_cache=None, output_hidden_states=None, logits_to_keep=0, decoder_input_ids=None,
-                decoder_attention_mask=None, encoder_outputs=None, **kwargs):  # fmt: skip
+    def forward(self, input_ids: Tensor | None = None, attention_mask: Any = None, position_ids: Tensor | None = None,
+                cache: Any = None, past_key_values: Any = None,
+                labels: Tensor | None = None, use_cache: bool | None = None,
+                output_hidden_states: bool | None = None, logits_to_keep: int | Tensor = 0,
+                decoder_input_ids: Tensor | None = None,
+                decoder_attention_mask: Tensor | None = None,
+                encoder_outputs: Any = None, **kwargs: Any) -> CausalLMOutputWithPast:  # fmt: skip
         cache = cache if cache is not None else past_key_values
         if labels is not None and self._source is not None and decoder_input_ids is None:
             decoder_input_ids = _shifted(labels, self.config)
@@ -122,11 +131,11 @@ class HcxForCausalLM(PreTrainedModel, GenerationMixin):
         return tuple(v if b.carrier.kind == "plain" else v.mean(0) for v, b in zip(values, boundaries, strict=True))
 
     @property
-    def encoder(self):
+    def encoder(self) -> _Source:
         """What `generate` asks for the encoder's output; see :class:`_Source`."""
         if self._source is None:
             raise AttributeError("encoder")
         return self._source
 
-    def get_encoder(self, modality=None):
+    def get_encoder(self, modality: Any = None) -> torch.nn.Module:
         return self if self._source is None else self._source
