@@ -83,15 +83,7 @@ def calibrate(
     Raises:
         UsageError: not one target, or one that cannot be met; a text that is too short; no exits.
     """
-    if sum(v is not None for v in (budget, agreement, risk)) != 1:
-        raise UsageError(
-            "give one target", where="hcx exits calibrate", hint="--budget 24, --agreement 0.95 or --risk 0.05"
-        )
-    if confidence is not None and (risk is None or not 0 < confidence < 1):
-        wrong = "belongs to --risk" if risk is None else f"is a share, not {confidence:g}"
-        raise UsageError(f"--confidence {wrong}", where="--confidence", hint="--risk 0.05 --confidence 0.95")
-    if method not in ("eero", "quantile"):
-        raise UsageError(f"there is no method {method!r}", where="--method", hint="eero or quantile")
+    _check_target(budget, agreement, risk, method, confidence)
     program, target, started = *_open(artefact, output, overwrite, weights, progress), time.perf_counter()
     from hcx.passes.exits import calibrate as calibrate_exits
     from hcx.passes.exits import token_batches
@@ -101,14 +93,7 @@ def calibrate(
     if held_out is not None:
         other = token_batches(program, _tokens(program, held_out), length)
     else:
-        cut = len(mine) - max(1, round(HELD_OUT * len(mine)))
-        if cut < 1:
-            raise UsageError(
-                f"{text} has {len(ids)} tokens, too few for two windows of {length}",
-                where="--text",
-                hint="give a longer text, or --held-out FILE",
-            )
-        mine, other = mine[:cut], mine[cut:]
+        mine, other = _cut(mine, len(ids), text, length)
     progress(f"calibrating on {len(mine)} windows of {length} tokens, measuring on {len(other)}")
     new, report = calibrate_exits(
         program,
@@ -160,6 +145,33 @@ def split(
         piece["bytes"] = folder_bytes(Path(output) / piece["file"])
     data["seconds"] = time.perf_counter() - started
     return Result(data, f"{output}\n\n{_pieces_text(data['pieces'])}\n\n{data['seconds']:.1f} s")
+
+
+def _check_target(
+    budget: float | None, agreement: float | None, risk: float | None, method: str, confidence: float | None
+) -> None:
+    """Refuse what is not one target, or options that do not belong to it."""
+    if sum(v is not None for v in (budget, agreement, risk)) != 1:
+        raise UsageError(
+            "give one target", where="hcx exits calibrate", hint="--budget 24, --agreement 0.95 or --risk 0.05"
+        )
+    if confidence is not None and (risk is None or not 0 < confidence < 1):
+        wrong = "belongs to --risk" if risk is None else f"is a share, not {confidence:g}"
+        raise UsageError(f"--confidence {wrong}", where="--confidence", hint="--risk 0.05 --confidence 0.95")
+    if method not in ("eero", "quantile"):
+        raise UsageError(f"there is no method {method!r}", where="--method", hint="eero or quantile")
+
+
+def _cut(batches: list[Any], tokens: int, text: str, length: int) -> tuple[list[Any], list[Any]]:
+    """The windows to calibrate on, and those at the end to measure on."""
+    cut = len(batches) - max(1, round(HELD_OUT * len(batches)))
+    if cut < 1:
+        raise UsageError(
+            f"{text} has {tokens} tokens, too few for two windows of {length}",
+            where="--text",
+            hint="give a longer text, or --held-out FILE",
+        )
+    return batches[:cut], batches[cut:]
 
 
 def _open(

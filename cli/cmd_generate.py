@@ -81,22 +81,20 @@ def generate(
     else:
         all_ids, depths = _decode(decoder, ids, tokens, stop)
     seconds = told.pop("seconds", time.perf_counter() - start)
-    text = words.decode(all_ids, skip_special_tokens=True)
-    new = all_ids[len(ids) :]
+    text, new = words.decode(all_ids, skip_special_tokens=True), all_ids[len(ids) :]
     data: dict[str, Any] = {
         "text": text,
         "prompt": prompt,
         "prompt_ids": ids,
         "ids": new,
         "new_text": words.decode(new, skip_special_tokens=True),
+        "seconds": seconds,
+        "tokens_per_second": len(new) / seconds if seconds else None,
     }
-    data |= {"seconds": seconds, "tokens_per_second": len(new) / seconds if seconds else None}
     if depths:
         data |= {"depths": depths, "mean_depth": sum(depths) / len(depths)}
         text += f"\n\nmean depth {data['mean_depth']:.2f} blocks over {len(depths)} tokens"
-    data |= told
-    text += _told(told)
-    return Result(data, text)
+    return Result(data | told, text + _told(told))
 
 
 def _program(model: str, tokenizer: str | None, source: dict[str, Any], progress: Progress) -> _Decoder:

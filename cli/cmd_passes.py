@@ -47,7 +47,7 @@ def describe(cls: type) -> dict[str, Any]:
     }
 
 
-def _default(field: dataclasses.Field) -> Any:
+def _default(field: dataclasses.Field[Any]) -> Any:
     if field.default is not dataclasses.MISSING:
         return field.default
     return field.default_factory() if field.default_factory is not dataclasses.MISSING else None

@@ -48,7 +48,9 @@ def plan(
     return Result({**made.to_json(), "windows": to_json(rows)}, f"{table(rows)}\n\n{made}")
 
 
-def _with_windows(program: Any, text: str, file: str | None, tokens: int, notes: str | None, progress: Progress):
+def _with_windows(
+    program: Any, text: str, file: str | None, tokens: int, notes: str | None, progress: Progress
+) -> tuple[Any, Any]:
     """The passes with ``start=auto`` replaced by the best window, and what was measured.
 
     Raises:

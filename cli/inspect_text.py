@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 from . import figures
@@ -36,7 +37,7 @@ def _head(data: dict[str, Any]) -> list[str]:
 
 
 def _call(data: dict[str, Any]) -> list[str]:
-    rows: Counter = Counter()
+    rows: Counter[str] = Counter()
     for spec in data["inputs"]:
         omitted = f"  may be omitted: {FILLS.get(spec['fill'], spec['fill'])}" if spec["fill"] else ""
         shape = "[" + ", ".join(map(str, spec["shape"])) + "]"
@@ -72,7 +73,7 @@ def _stack(stack: dict[str, Any], why: bool) -> list[str]:
     return lines + (_details(stack) if why else [])
 
 
-def _rows(stack: dict[str, Any], covered: set[int]):
+def _rows(stack: dict[str, Any], covered: set[int]) -> Iterator[Any]:
     """(start, end, text) of runs and of single blocks between them."""
     blocks = stack["blocks"]
     for run in stack["runs"]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -42,7 +43,7 @@ class _Contents:
     """Tensors by content; whole tensors are compared only where a few entries agree."""
 
     def __init__(self) -> None:
-        self._groups: dict[tuple, list[tuple[str, np.ndarray]]] = defaultdict(list)
+        self._groups: dict[tuple[Any, ...], list[tuple[str, np.ndarray]]] = defaultdict(list)
 
     def add(self, name: str, tensor: ir.TensorProtocol) -> None:
         self._groups[_signature(tensor)].append((name, tensor.numpy()))
@@ -54,7 +55,7 @@ class _Contents:
         )
 
 
-def _signature(tensor: ir.TensorProtocol) -> tuple:
+def _signature(tensor: ir.TensorProtocol) -> tuple[Any, ...]:
     array = np.ravel(tensor.numpy())
     step = max(1, array.size // SAMPLE)
     return tensor.dtype, tuple(tensor.shape), array[::step].tobytes()

@@ -29,7 +29,7 @@ MARKER = "hcx.json"
 """Where the folder came from; only a folder that holds it is ever replaced."""
 
 
-def to_hf(program: Any, path: str | os.PathLike, *, overwrite: bool = False) -> HandedOn:
+def to_hf(program: Any, path: str | os.PathLike[str], *, overwrite: bool = False) -> HandedOn:
     """Write a Program as a Transformers folder, load it with Transformers, compare, and only then put it in place.
 
     What the passes did must be expressible in the source architecture: adapters are added to their weights, quantized

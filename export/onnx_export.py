@@ -15,7 +15,7 @@ from .report import OnnxReport
 
 def to_onnx(
     program: Any,
-    path: str | os.PathLike,
+    path: str | os.PathLike[str],
     *,
     opset: int | None = None,
     verify: bool = True,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -135,7 +136,7 @@ class Job:
         return verify.compare(path, self.task.output_names, self.samples, self.expected, dtype=dtype)
 
     @contextmanager
-    def _timed(self, stage: str):
+    def _timed(self, stage: str) -> Iterator[None]:
         start = time.process_time()
         yield
         self.seconds[stage] = self.seconds.get(stage, 0.0) + time.process_time() - start

@@ -70,7 +70,7 @@ class _Positional(torch.nn.Module):
             self.__dict__[name] = module.__dict__[name]
         self.__dict__["_flat"] = module
 
-    def forward(self, *flat: torch.Tensor):
+    def forward(self, *flat: torch.Tensor) -> Any:
         return self.__dict__["_flat"](*flat)
 
 
@@ -97,7 +97,7 @@ def _may_fold(node: ir.Node) -> bool | None:
     return False if any(v is not None and v.is_initializer() for v in node.inputs) else None
 
 
-def _rename(model: ir.Model, inputs: list[str], dims: list[tuple], outputs: list[str]) -> None:
+def _rename(model: ir.Model, inputs: list[str], dims: list[tuple[Any, ...]], outputs: list[str]) -> None:
     """The Program's names on inputs and outputs; a value inside that has one of them steps aside."""
     graph = model.graph
     wanted = set(inputs) | set(outputs)

@@ -18,7 +18,7 @@ from .handed_on import HandedOn
 from .samples import samples
 
 
-def to_pt2(program: Any, path: str | os.PathLike, *, taps: bool = False, overwrite: bool = False) -> HandedOn:
+def to_pt2(program: Any, path: str | os.PathLike[str], *, taps: bool = False, overwrite: bool = False) -> HandedOn:
     """Write a Program as a ``.pt2``, load the file, compare it at several shapes, and only then put it in place.
 
     ``torch.export.load(path).module()`` takes the flat inputs as keyword arguments (dots in their names become
@@ -81,7 +81,7 @@ class _Named:
         graph.output_node().args = (dict(zip(self.outputs, graph.output_node().args[0], strict=True)),)
         self.module.recompile()
 
-    def named(self, flat: list) -> dict[str, Any]:
+    def named(self, flat: list[Any]) -> dict[str, Any]:
         return dict(zip(self.inputs, flat, strict=True))
 
 

@@ -34,7 +34,7 @@ class OnnxSession:
         logits = session(input_ids=ids).logits
     """
 
-    def __init__(self, path: str | os.PathLike, *, optimize: bool = True, threads: int | None = None):
+    def __init__(self, path: str | os.PathLike[str], *, optimize: bool = True, threads: int | None = None):
         self.path = Path(path) / "model.onnx" if Path(path).is_dir() else Path(path)
         if not self.path.is_file():
             raise SourceError(
@@ -98,7 +98,7 @@ class OnnxSession:
             self.signature, self.run_flat, names, input_ids, steps, attention_mask=attention_mask, inputs=inputs
         )[0]
 
-    def _by_name(self, args: tuple, kwargs: dict) -> list[torch.Tensor]:
+    def _by_name(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
         given = dict(zip(self.input_names, args, strict=False)) | kwargs
         missing = [n for n in self.input_names if n not in given]
         unknown = [n for n in given if n not in self.input_names]
@@ -114,7 +114,7 @@ class OnnxSession:
         return [given[n] for n in self.input_names]
 
 
-def load(path: Path, *, optimize: bool = True, threads: int | None = None):
+def load(path: Path, *, optimize: bool = True, threads: int | None = None) -> Any:
     """An ONNX Runtime session on the CPU; its log stays off stderr, errors are raised."""
     import onnxruntime as ort
 
@@ -138,13 +138,13 @@ def first_line(error: BaseException) -> str:
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:400]
 
 
-def _to_numpy(value: Any):
+def _to_numpy(value: Any) -> Any:
     """bfloat16 is given as float32: that is what a file written with ``upcast`` takes."""
     tensor = (value if isinstance(value, torch.Tensor) else torch.as_tensor(value)).detach().cpu()
     return (tensor.float() if tensor.dtype is torch.bfloat16 else tensor).contiguous().numpy()
 
 
-def _signature(text: str | None):
+def _signature(text: str | None) -> Any:
     if text is None:
         return None
     from hcx.rewrite.ir.signature import CallSignature

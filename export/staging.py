@@ -32,7 +32,7 @@ class Destination:
         return self.folder / self.model
 
 
-def destination(path: str | os.PathLike, companions: list[str], *, overwrite: bool) -> Destination:
+def destination(path: str | os.PathLike[str], companions: list[str], *, overwrite: bool) -> Destination:
     """``NAME.onnx`` is the file itself; any other path is a folder for ``model.onnx`` and the companions.
 
     Raises:

@@ -62,7 +62,7 @@ def compare(
 
 
 def _compare(
-    path: Path, names: list[str], sets: list[Sample], expected: list, dtype: torch.dtype | None
+    path: Path, names: list[str], sets: list[Sample], expected: list[Any], dtype: torch.dtype | None
 ) -> list[Comparison]:
     found = []
     for optimized in (False, True):

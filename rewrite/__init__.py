@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 _HOME = {
     "trace": "api",
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from .errors import HcxError as HcxError
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     """Import on first use, so that ``hcx --help`` does not pay for torch."""
     if name not in _HOME:
         raise AttributeError(f"module 'hcx.rewrite' has no attribute {name!r}")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+from collections.abc import Iterator
 
 
 @contextlib.contextmanager
-def young_only():
+def young_only() -> Iterator[None]:
     """Keep the collector off what exists already; garbage made inside is collected as always.
 
     Tracing and rewriting make so many objects that the collector starts full collections, each of which walks every

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import onnx_ir as ir
 import torch
 from onnx_ir.passes.common import RemoveUnusedNodesPass
@@ -20,7 +22,7 @@ IR_VERSION = 11
 def build(
     module: fx.GraphModule,
     input_names: list[str],
-    input_dims: list[tuple],
+    input_dims: list[tuple[Any, ...]],
     output_names: list[str],
     *,
     opset: int,
@@ -61,7 +63,7 @@ def build(
     return model
 
 
-def _inputs(e: Emitter, graph: fx.Graph, names: list[str], dims: list[tuple]) -> list[Operand]:
+def _inputs(e: Emitter, graph: fx.Graph, names: list[str], dims: list[tuple[Any, ...]]) -> list[Operand]:
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     fakes = [n.meta.get("val") for n in placeholders]
     if not all(isinstance(f, torch.Tensor) for f in fakes):

@@ -80,7 +80,7 @@ def _call(node: Any, *targets: Any) -> bool:
     return isinstance(node, fx.Node) and node.op == "call_function" and node.target in targets
 
 
-def _rms_norm(node: fx.Node) -> tuple | None:
+def _rms_norm(node: fx.Node) -> tuple[Any, ...] | None:
     """weight · (x · rsqrt(mean(x²) + eps)), in either order of the factors."""
     if not _call(node, aten.mul.Tensor) or len(node.args) != 2:
         return None
@@ -96,7 +96,7 @@ def _is_scale(weight: fx.Node, x: fx.Node) -> bool:
     return isinstance(w, torch.Tensor) and w.dim() == 1 and w.dtype == v.dtype and w.shape[0] == v.shape[-1]
 
 
-def _over_rms(node: Any) -> tuple | None:
+def _over_rms(node: Any) -> tuple[Any, ...] | None:
     if not _call(node, aten.mul.Tensor):
         return None
     for x, factor in (node.args, node.args[::-1]):
@@ -120,7 +120,7 @@ def _last_kept(mean: fx.Node) -> bool:
     return list(mean.args[1]) in ([-1], [rank - 1]) and len(mean.args) > 2 and mean.args[2] is True and not mean.kwargs
 
 
-def _grouped_attention(node: fx.Node) -> tuple | None:
+def _grouped_attention(node: fx.Node) -> tuple[Any, ...] | None:
     """Attention over repeated heads reads the heads themselves: ONNX's Attention groups queries."""
     if not _call(node, aten.scaled_dot_product_attention.default):
         return None
@@ -160,7 +160,7 @@ def _heads(node: fx.Node) -> Any:
     return _expr(node.meta["val"].shape[1])
 
 
-def _rotary(node: fx.Node) -> tuple | None:
+def _rotary(node: fx.Node) -> tuple[Any, ...] | None:
     """x · cos + cat(−x[half:], x[:half]) · sin, where both halves of cos and of sin are the same."""
     if not _call(node, aten.add.Tensor) or node.kwargs or len(node.args) != 2:
         return None
@@ -175,7 +175,7 @@ def _rotary(node: fx.Node) -> tuple | None:
     return None
 
 
-def _factors(node: Any) -> tuple | None:
+def _factors(node: Any) -> tuple[Any, ...] | None:
     node = through(node)
     return tuple(through(a) for a in node.args) if _call(node, aten.mul.Tensor) else None
 

@@ -18,7 +18,7 @@ from .emitting.unsupported import UnsupportedError
 from .mutation import without_mutation
 from .ops import registry
 
-Fused = dict[fx.Node, tuple[Any, tuple]]
+Fused = dict[fx.Node, tuple[Any, tuple[Any, ...]]]
 OUTER = "hcx_outer"
 """Key of ``meta`` of a body's placeholder: the node of the graph around it that it stands for."""
 
@@ -371,7 +371,7 @@ def _discard(nodes: Iterable[ir.Node]) -> None:
         node.resize_inputs(0)
 
 
-def _flat(value: Any) -> list:
+def _flat(value: Any) -> list[Any]:
     if isinstance(value, list | tuple):
         return [x for item in value for x in _flat(item)]
     return [value]

@@ -149,7 +149,7 @@ def _dim_names(program: Program) -> dict[str, dict[str, str]]:
 
 
 def _renamed(size: str, names: dict[str, str]) -> str:
-    def named(symbol: re.Match) -> str:
+    def named(symbol: re.Match[str]) -> str:
         return names.setdefault(symbol[0], f"d{sum(v.startswith('d') and v[1:].isdigit() for v in names.values())}")
 
     text = re.sub(r"\b[su]\d+\b", named, size)
@@ -234,7 +234,7 @@ def _merged(one: Layout, other: Layout) -> list[str]:
     return keys
 
 
-def _align(one: Layout, other: Layout, key: str, pairs: dict[fx.Node, fx.Node]) -> list[tuple]:
+def _align(one: Layout, other: Layout, key: str, pairs: dict[fx.Node, fx.Node]) -> list[tuple[Any, ...]]:
     """(node of a or None, node of b or None), in order; pairs are added to ``pairs``."""
     left, right = one.nodes.get(key, []), other.nodes.get(key, [])
     rows: list[tuple[fx.Node | None, fx.Node | None]] = []
@@ -248,9 +248,9 @@ def _align(one: Layout, other: Layout, key: str, pairs: dict[fx.Node, fx.Node]) 
     return rows
 
 
-def _join_moved(aligned: dict[str, list[tuple]], pairs: dict[fx.Node, fx.Node]) -> None:
+def _join_moved(aligned: dict[str, list[tuple[Any, ...]]], pairs: dict[fx.Node, fx.Node]) -> None:
     """Pair nodes that one side counts to another block: a table read by one block is private, by two it is not."""
-    left: dict[tuple, list[fx.Node]] = {}
+    left: dict[tuple[Any, ...], list[fx.Node]] = {}
     for rows in aligned.values():
         for before, after in rows:
             if after is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from typing import Any
 
 from hcx.rewrite.check.report import Check
 
@@ -65,7 +66,7 @@ def _changes(title: str, changes: list[Change]) -> list[str]:
 
 def grouped(changes: list[Change]) -> list[list[Change]]:
     """Changes that differ in the numbers of their names only, together."""
-    groups: dict[tuple, list[Change]] = {}
+    groups: dict[tuple[Any, ...], list[Change]] = {}
     for change in changes:
         groups.setdefault((change.status, change.kind, pattern(change.name), form(change)), []).append(change)
     return list(groups.values())

@@ -55,12 +55,12 @@ class BlockModule(torch.nn.Module):
             switches it by this name.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
         self.gradient_checkpointing = False
         self._gradient_checkpointing_func = partial(run_again, use_reentrant=False)
 
-    def forward(self, segment: Segment, *inputs: Any) -> tuple:
+    def forward(self, segment: Segment, *inputs: Any) -> tuple[Any, ...]:
         if self.gradient_checkpointing and torch.is_grad_enabled():
             return self._gradient_checkpointing_func(partial(segment, self), *inputs)
         return segment(self, *inputs)
@@ -120,7 +120,7 @@ class ProgramModule(torch.nn.Module):
             refuse_train(self._hcx.graph)
         return super().train(mode)
 
-    def _apply(self, fn, recurse=True):
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Devices, not dtypes: which casts of the graph follow the model's dtype, only the Program knows."""
         if fn(torch.empty(0)).dtype != torch.float32:
             raise UsageError("this module cannot be cast", where="as_module",
@@ -153,7 +153,7 @@ class Segment:
         self.last: list[str] = []
         self._functions: dict[bool, Any] = {}
 
-    def __call__(self, module: torch.nn.Module, *inputs: Any) -> tuple:
+    def __call__(self, module: torch.nn.Module, *inputs: Any) -> tuple[Any, ...]:
         ambient = any(torch.is_autocast_enabled(d) for d in ("cpu", "cuda"))
         if ambient not in self._functions:
             graph = copy_graph(self.graph)
@@ -186,9 +186,9 @@ class _Code:
             copies[node].meta = {k: v for k, v in node.meta.items() if k in ("custom", "modes", "eval_only")}
         switch(self.graph, False)
         self.parts = [Part([copies[n] for n in p.nodes], p.block, p.owner) for p in parts]
-        self._schedules: dict[tuple, _Schedule] = {}
+        self._schedules: dict[tuple[Any, ...], _Schedule] = {}
 
-    def __deepcopy__(self, memo: dict) -> _Code:
+    def __deepcopy__(self, memo: dict[str, Any]) -> _Code:
         return self
 
     def schedule(self, taps: bool, train: bool, device: torch.device | None) -> _Schedule:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hcx.rewrite.errors import UsageError
 from hcx.rewrite.ir.program import Program
 
 
 def param_groups(
     program: Program, train: str = "all", *, weight_decay: float = 0.01, new_lr: float | None = None
-) -> list[dict]:
+) -> list[dict[str, Any]]:
     """Optimiser groups, and ``requires_grad`` set to match.
 
     Args:
@@ -23,7 +25,7 @@ def param_groups(
     chosen = {"all": lambda n: True, "new": lambda n: n in program.origin}.get(
         train, lambda n: program.origin.get(n) == train
     )
-    groups: dict[str, list] = {"decay": [], "plain": [], "new": []}
+    groups: dict[str, list[Any]] = {"decay": [], "plain": [], "new": []}
     for name, parameter in program.named_parameters():
         parameter.requires_grad_(chosen(name))
         if chosen(name):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from hcx.rewrite.ir.aliases import Aliases, mutated
 from hcx.rewrite.ir.dataflow import private
+from hcx.rewrite.ir.program import Program
 from hcx.rewrite.sites.finder import find
 from torch import fx
 
@@ -34,7 +35,7 @@ class Part:
     owner: str = ""
 
 
-def partition(program) -> list[Part]:
+def partition(program: Program) -> list[Part]:
     """Parts of ``program.graph``, taps included."""
     graph = program.graph
     blocks = _blocks(program)
@@ -47,7 +48,7 @@ def partition(program) -> list[Part]:
     return parts
 
 
-def _blocks(program) -> dict[str, _Unit]:
+def _blocks(program: Program) -> dict[str, _Unit]:
     """Address -> nodes of each block of each stack.
 
     Left out: a block that shares nodes with an earlier one, or writes to a tensor from outside (it could not run twice).
@@ -140,7 +141,7 @@ def _dependencies(graph: fx.Graph, calls: list[fx.Node]):
             last[root] = node
 
 
-def _owners(program, parts: list[Part]) -> list[str]:
+def _owners(program: Program, parts: list[Part]) -> list[str]:
     """Owner of each part; see :class:`Part`."""
     readers: dict[int, set[int | None]] = defaultdict(set)  # tensor -> parts that read it; None: between blocks
     paths: list[str] = []

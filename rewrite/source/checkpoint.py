@@ -146,7 +146,7 @@ def find_state_dict(value: Any, path: Path) -> dict[str, torch.Tensor]:
     )
 
 
-def _is_state_dict(value: Mapping) -> bool:
+def _is_state_dict(value: Mapping[str, Any]) -> bool:
     """True for a mapping of names to tensors; ``_extra_state`` entries may be anything."""
     tensors = [key for key, item in value.items() if isinstance(item, torch.Tensor)]
     return (
@@ -156,7 +156,7 @@ def _is_state_dict(value: Mapping) -> bool:
     )
 
 
-def _unwrap(state: Mapping) -> dict[str, torch.Tensor]:
+def _unwrap(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     names = dict(state)
     for prefix in _WRAPPERS:
         if all(key.startswith(prefix) for key in names):

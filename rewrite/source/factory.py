@@ -28,7 +28,7 @@ def allow_local_imports() -> None:
         sys.path.insert(0, str(Path.cwd()))
 
 
-def build(spec: str) -> tuple[torch.nn.Module, tuple | None, dict]:
+def build(spec: str) -> tuple[torch.nn.Module, tuple[Any, ...] | None, dict[str, Any]]:
     """Call a factory.
 
     Args:
@@ -97,7 +97,7 @@ def _import(spec: str) -> Any:
     return value
 
 
-def _unpack(spec: str, result: Any) -> tuple[torch.nn.Module, tuple | None, dict]:
+def _unpack(spec: str, result: Any) -> tuple[torch.nn.Module, tuple[Any, ...] | None, dict[str, Any]]:
     """Bring the three forms of a factory's answer into one."""
     parts = result if isinstance(result, tuple) else (result,)
     model, args, kwargs = (*parts, None, None)[:3]

@@ -11,6 +11,7 @@ import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from hcx.rewrite.errors import HcxError, SourceError, let_through
 
@@ -42,7 +43,7 @@ def wrapped(what: str, where: str, hint: str) -> Iterator[None]:
         raise SourceError(f"{what}: {first_line(error)}", where=where, hint=hint) from error
 
 
-def read_json(path: Path) -> dict:
+def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file.
 
     Raises:

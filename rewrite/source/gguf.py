@@ -53,7 +53,7 @@ def load_gguf(path: Path, *, dtype: torch.dtype | None) -> tuple[torch.nn.Module
     return model.eval(), tokenizer, _companions(model, tokenizer)
 
 
-def _build(path: Path, config: Any, dtype: torch.dtype | None) -> tuple[torch.nn.Module, dict]:
+def _build(path: Path, config: Any, dtype: torch.dtype | None) -> tuple[torch.nn.Module, dict[str, Any]]:
     """Dequantize into a state dict under the names of the config's class, then load that."""
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 

@@ -7,6 +7,7 @@ import mmap
 import struct
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hcx.rewrite.errors import SourceError
 
@@ -25,7 +26,7 @@ class _Cursor:
     blob: mmap.mmap
     at: int = 0
 
-    def number(self, layout: str):
+    def number(self, layout: str) -> Any:
         (value,) = struct.unpack_from(layout, self.blob, self.at)
         self.at += struct.calcsize(layout)
         return value
@@ -41,7 +42,7 @@ class _Cursor:
         self.skip(length)
         return self.blob[start : self.at].decode("utf-8", errors="replace")
 
-    def value(self, kind: int, depth: int = 0):
+    def value(self, kind: int, depth: int = 0) -> Any:
         """One metadata value; arrays are walked over and given back as their length."""
         if kind in _SCALARS:
             return self.number(_SCALARS[kind])

@@ -52,7 +52,7 @@ def load_model(folder: Path, *, trust: bool, dtype: torch.dtype | None) -> torch
 
 def from_state_dict(
     config: Any,
-    state: Mapping,
+    state: Mapping[str, Any],
     where: Path,
     *,
     dtype: torch.dtype | None = None,
@@ -86,7 +86,7 @@ def from_state_dict(
     return model.eval()
 
 
-def check_fit(model: torch.nn.Module, info: dict, where: Path, *, strict: bool) -> None:
+def check_fit(model: torch.nn.Module, info: dict[str, Any], where: Path, *, strict: bool) -> None:
     """Refuse a model with weights left at random values; report tensors of the file that it has no place for."""
     missing, unused = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
     name = type(model).__name__

@@ -34,7 +34,7 @@ def read_config(folder: Path, *, trust: bool) -> Any:
         return transformers().AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust)
 
 
-def _refuse_code(folder: Path, raw: dict, trust: bool) -> None:
+def _refuse_code(folder: Path, raw: dict[str, Any], trust: bool) -> None:
     """Custom classes beside the weights and attention kernels from elsewhere run code."""
     fetching = ("attn_implementation", "_attn_implementation", "experts_implementation")
     asked = [f"{key} = {raw[key]!r}" for key in fetching if "/" in str(raw.get(key, ""))]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -31,8 +31,8 @@ class ModelSource:
     """
 
     model: torch.nn.Module | None
-    args: tuple
-    kwargs: dict
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
     kind: str
     label: str
     companions: dict[str, bytes] = field(default_factory=dict)

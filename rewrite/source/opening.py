@@ -147,8 +147,8 @@ def _from_module(
     path: Path | None,
     request: Request,
     model: torch.nn.Module,
-    args: tuple | None,
-    kwargs: dict,
+    args: tuple[Any, ...] | None,
+    kwargs: dict[str, Any],
     *,
     by_config: bool = False,
 ) -> ModelSource:
@@ -170,7 +170,7 @@ def _from_module(
     return ModelSource(model, args, kwargs, kind, label, companions, path=str(path) if path else None)
 
 
-def _example(model: torch.nn.Module, tokenizer: Callable[[], Any] | None, request: Request) -> dict:
+def _example(model: torch.nn.Module, tokenizer: Callable[[], Any] | None, request: Request) -> dict[str, Any]:
     """Example keyword arguments: the caller's file, or made for the model."""
     from .examples import from_model
     from .inputs_file import from_file

@@ -123,7 +123,7 @@ def _refuse(path: Path, what: str) -> NoReturn:
     )
 
 
-def example_call(exported: torch.export.ExportedProgram) -> tuple[tuple, dict] | None:
+def example_call(exported: torch.export.ExportedProgram) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """(args, kwargs) that the program was exported with; None when they were not kept."""
     if exported.example_inputs is None:
         return None

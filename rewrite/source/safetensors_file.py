@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hcx.rewrite.errors import SourceError
 
@@ -82,7 +83,7 @@ def entries(path: Path) -> dict[str, Entry]:
     return found
 
 
-def _header(path: Path) -> tuple[dict, int]:
+def _header(path: Path) -> tuple[dict[str, Any], int]:
     """The JSON header and the number of data bytes after it."""
     check_not_empty(path)
     size = path.stat().st_size

@@ -63,7 +63,7 @@ def content(path: Path, *, trust: bool) -> tuple[str, Any]:
 
 def with_architecture(
     path: Path, state: Mapping[str, torch.Tensor], arch: str | None, *, trust: bool
-) -> tuple[torch.nn.Module, tuple | None, dict, bool]:
+) -> tuple[torch.nn.Module, tuple[Any, ...] | None, dict[str, Any], bool]:
     """Build the module that a state dict belongs to and load it strictly.
 
     Returns:

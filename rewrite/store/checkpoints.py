@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from hcx.rewrite.errors import SourceError
+from hcx.rewrite.ir.program import Program
 from hcx.rewrite.source.checkpoint import find_state_dict, load_file
 from hcx.rewrite.source.files import wrapped
 from hcx.rewrite.source.hf_weights import find_weights
@@ -18,7 +19,7 @@ SHARDED = ".metadata"
 """File by which a folder of torch.distributed.checkpoint is known."""
 
 
-def load_checkpoint(program, path: str | os.PathLike, *, trust: bool = False) -> None:
+def load_checkpoint(program: Program, path: str | os.PathLike[str], *, trust: bool = False) -> None:
     """Copy weights into the Program in place, all of them or none; tied tensors stay tied.
 
     Args:
@@ -60,7 +61,7 @@ def _whole(place: Path, trust: bool) -> dict[str, torch.Tensor]:
     return state
 
 
-def _sharded(program, place: Path, trust: bool) -> dict[str, torch.Tensor]:
+def _sharded(program: Program, place: Path, trust: bool) -> dict[str, torch.Tensor]:
     """The program's tensors from a sharded folder, whose index is a pickle."""
     import torch.distributed.checkpoint as dcp
 
@@ -79,7 +80,7 @@ def _sharded(program, place: Path, trust: bool) -> dict[str, torch.Tensor]:
     return {n.removeprefix(prefix): t for n, t in state.items()}
 
 
-def _copy(program, state: dict[str, torch.Tensor], place: Path) -> None:
+def _copy(program: Program, state: dict[str, torch.Tensor], place: Path) -> None:
     own = program.state_dict(keep_vars=True)
     transient = {n for n, _ in program.named_tensors()} - set(own)  # an artefact holds these too
     stored: dict[int, str] = {}  # tensor of the program -> a name that it is stored under

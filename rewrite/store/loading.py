@@ -23,7 +23,7 @@ from torch import fx
 from .manifest import GOLDEN, GRAPH, MANIFEST, SOURCE, WEIGHTS, file_of, read_json, read_manifest
 
 
-def load(path: str | os.PathLike, *, weights: str | os.PathLike | None = None, lazy: bool = False) -> Program:
+def load(path: str | os.PathLike[str], *, weights: str | os.PathLike[str] | None = None, lazy: bool = False) -> Program:
     """Read an artefact back. Needs nothing but torch and safetensors, not the source of the model.
 
     Args:
@@ -38,7 +38,7 @@ def load(path: str | os.PathLike, *, weights: str | os.PathLike | None = None, l
     folder = Path(path)
     manifest = read_manifest(folder)
     external = external_tensors(manifest, folder, weights)
-    kinds: dict[str, dict] = manifest["tensors"]
+    kinds: dict[str, dict[str, Any]] = manifest["tensors"]
     root = _tensor_tree(folder, manifest, external, lazy)
     graph = graph_text.from_json(read_json(file_of(folder, GRAPH)), set(kinds))
     golden = Golden.read(file_of(folder, GOLDEN), manifest["golden"])
@@ -59,7 +59,7 @@ def load(path: str | os.PathLike, *, weights: str | os.PathLike | None = None, l
 
 
 def _tensor_tree(folder: Path, manifest: dict[str, Any], external: dict[str, Stored], lazy: bool) -> torch.nn.Module:
-    kinds: dict[str, dict] = manifest["tensors"]
+    kinds: dict[str, dict[str, Any]] = manifest["tensors"]
     root = torch.nn.Module()
     stored = _read_tensors(file_of(folder, WEIGHTS), {n: _phase(n, k) for n, k in kinds.items()})
     made: dict[str, torch.Tensor] = {}
@@ -88,7 +88,9 @@ def _companions(folder: Path, manifest: dict[str, Any]) -> dict[str, bytes]:
     }
 
 
-def external_tensors(manifest: dict[str, Any], folder: Path, weights: str | os.PathLike | None) -> dict[str, Stored]:
+def external_tensors(
+    manifest: dict[str, Any], folder: Path, weights: str | os.PathLike[str] | None
+) -> dict[str, Stored]:
     """The tensors that an artefact refers to, in the folder that the user allows; nothing of them is read.
 
     Raises:
@@ -140,7 +142,7 @@ def _register(root: torch.nn.Module, name: str, tensor: torch.Tensor, persistent
         raise ArtefactError(f"`{name}` lies inside another tensor", where=MANIFEST) from error
 
 
-def _phase(name: str, kind: dict) -> int:
+def _phase(name: str, kind: dict[str, Any]) -> int:
     remainder = kind.get("phase", 0)
     if type(remainder) is not int or not 0 <= remainder < VECTOR:
         raise ArtefactError(f"the manifest is damaged at tensors: {name}", where=MANIFEST)

@@ -91,7 +91,7 @@ def _check_entries(manifest: dict[str, Any], folder: Path) -> None:
         raise ArtefactError(f"the manifest is damaged at {bad[0]}", where=str(folder / MANIFEST))
 
 
-def changed_files(folder: str | os.PathLike) -> list[str]:
+def changed_files(folder: str | os.PathLike[str]) -> list[str]:
     """Files whose content is not what the manifest says (reads all of them)."""
     folder = Path(folder)
     return [n for n, e in read_manifest(folder)["files"].items() if sha256(file_of(folder, n)) != e["sha256"]]

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from hcx.rewrite.source.stored import Stored
 
 
-def save(program: Program, path: str | os.PathLike, *, overwrite: bool = False) -> None:
+def save(program: Program, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
     """Write a Program as a folder; complete, or not at all.
 
     Args:

@@ -27,7 +27,7 @@ from .loading import external_tensors, load
 from .manifest import changed_files, read_manifest
 
 
-def verify(path: str | os.PathLike, *, weights: str | os.PathLike | None = None) -> list[Check]:
+def verify(path: str | os.PathLike[str], *, weights: str | os.PathLike[str] | None = None) -> list[Check]:
     """Run every check that an artefact allows: file hashes, its golden bitwise, and the contracts again.
 
     Args:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from hcx.rewrite.errors import TraceError, let_through
 from hcx.rewrite.ir.aliases import Aliases, mutated
@@ -85,7 +87,9 @@ def must_be_pure(graph: fx.Graph, model: str) -> None:
                 )
 
 
-def limits_of(program: Program, reference: EagerReference, values: list, shapes: list) -> dict[str, list]:
+def limits_of(
+    program: Program, reference: EagerReference, values: list[Any], shapes: list[Any]
+) -> dict[str, list[Any]]:
     """Limits of the named sizes, see :mod:`hcx.rewrite.tracing.limits`; none are known of a model without values."""
 
     def agrees(sizes: dict[str, int]) -> bool:

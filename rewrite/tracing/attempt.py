@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from hcx.rewrite.errors import HcxError, TraceError
 from hcx.rewrite.ir.signature import Fill
@@ -9,16 +11,21 @@ from hcx.rewrite.ir.signature import Fill
 from .capture import PAST, SEQUENCE, CachedCalls, Call, cached_calls
 from .explain import first_line, raised_by_model
 
+Probe = tuple[list[torch.Tensor], dict[str, int]]
+"""Flat tensors of a call, and its named sizes."""
+
 
 class Attempt:
     """One way of tracing: the call, and what may be omitted in calls of the result."""
 
-    def __init__(self, call: Call, fills: dict[str, str], what: str, cached: CachedCalls | None = None):
+    def __init__(self, call: Call, fills: Mapping[str, Fill], what: str, cached: CachedCalls | None = None):
         self.call, self.fills, self.what, self.cached = call, fills, what, cached
         self.notes: list[str] = []
 
 
-def attempts_for(model, call: Call, others: dict[str, str], masks: list[str], cache: bool | None) -> list[Attempt]:
+def attempts_for(
+    model: torch.nn.Module, call: Call, others: dict[str, str], masks: list[str], cache: bool | None
+) -> list[Attempt]:
     fills = dict.fromkeys(masks, Fill.ONES)
     attempts: list[Attempt] = []
     notes: list[str] = []
@@ -47,6 +54,6 @@ def attempts_for(model, call: Call, others: dict[str, str], masks: list[str], ca
     return attempts
 
 
-def probe(cached: CachedCalls, batch: int, sequence: int, past: int) -> tuple[list[torch.Tensor], dict[str, int]]:
+def probe(cached: CachedCalls, batch: int, sequence: int, past: int) -> Probe:
     tensors = cached.make(past, batch, sequence).flat()[0]
     return tensors, {"batch": batch, SEQUENCE: sequence, PAST: past}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +38,7 @@ class Call:
         return flatten(self.values)
 
 
-def bind_call(model: torch.nn.Module, args: tuple, kwargs: dict) -> tuple[Call, dict[str, str]]:
+def bind_call(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Call, dict[str, str]]:
     """Values by argument name, and the arguments of ``forward`` that the example leaves out (name -> default).
 
     Raises:
@@ -86,7 +87,7 @@ def invoke(model: torch.nn.Module, call: Call) -> Any:
 
 
 @contextlib.contextmanager
-def buffers_kept(model: torch.nn.Module):
+def buffers_kept(model: torch.nn.Module) -> Iterator[None]:
     """Undo what calls of the model write to its buffers: own state, running statistics in train mode."""
     saved = [(b, b.clone()) for b in model.buffers() if not b.is_meta and not b.is_inference()]
     try:
@@ -104,7 +105,7 @@ def on_meta(model: torch.nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def reference_mode(model: torch.nn.Module, *, train: bool = False):
+def reference_mode(model: torch.nn.Module, *, train: bool = False) -> Iterator[None]:
     """Eager as the reference: fixed mode, no fused fast path for nn.TransformerEncoder; restored afterwards.
 
     The fast path of ``torch.backends.mha`` differs from the ordinary path by 1e-6 and cannot be traced. A model on

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+from collections.abc import Iterator
 
 import torch
 from hcx.rewrite.errors import HcxError, let_through
@@ -36,7 +37,7 @@ class Wrapper(torch.nn.Module):
         return tuple(tensors)
 
 
-def exported_flat(model: torch.nn.Module, wrapper: Wrapper, flat: list[torch.Tensor]):
+def exported_flat(model: torch.nn.Module, wrapper: Wrapper, flat: list[torch.Tensor]) -> torch.export.ExportedProgram:
     auto = torch.export.Dim.AUTO
     dynamic = (tuple({axis: auto for axis in range(t.dim())} for t in flat),)
     try:
@@ -51,7 +52,7 @@ def exported_flat(model: torch.nn.Module, wrapper: Wrapper, flat: list[torch.Ten
 
 
 @contextlib.contextmanager
-def _quiet():
+def _quiet() -> Iterator[None]:
     """torch.export logs the whole graph when it fails; what matters of it goes into our own message."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)

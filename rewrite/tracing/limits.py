@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 from hcx.rewrite.ir.signature import Dim, size_of
 from torch.utils._sympy.printers import PythonPrinter
@@ -21,7 +22,9 @@ FURTHEST = 1024
 Agrees = Callable[[dict[str, int]], bool]
 
 
-def find_limits(values: list, shapes: list[tuple[Dim, ...]], sizes: dict[str, int], agrees: Agrees) -> dict[str, list]:
+def find_limits(
+    values: list[Any], shapes: list[tuple[Dim, ...]], sizes: dict[str, int], agrees: Agrees
+) -> dict[str, list[Any]]:
     """``{dimension: [least, largest]}`` of the named dimensions that have a limit; None for an open end.
 
     Args:
@@ -37,14 +40,14 @@ def find_limits(values: list, shapes: list[tuple[Dim, ...]], sizes: dict[str, in
         if not isinstance(size, int) and size.node.expr.is_Symbol and isinstance(dim, str)
     }
     guards = list(_guards(values, symbols))
-    found: dict[str, list] = {}
+    found: dict[str, list[Any]] = {}
     for name, traced in sizes.items():
         known: dict[int, bool] = {}
 
         def holds(guard, size: int, name: str = name) -> bool:
             return guard({s: size_of(dim, {**sizes, name: size}) for s, dim in symbols.items()})
 
-        def differs(size: int, name: str = name, known: dict = known) -> bool:
+        def differs(size: int, name: str = name, known: dict[str, Any] = known) -> bool:
             if size not in known:
                 known[size] = not agrees({**sizes, name: size})
             return known[size]
@@ -94,7 +97,7 @@ def _looked_at() -> list[int]:
     return sorted({*range(2, 132), *near})
 
 
-def _guards(values: list, symbols: dict[str, Dim]) -> Iterator[Callable[[dict[str, int]], bool]]:
+def _guards(values: list[Any], symbols: dict[str, Dim]) -> Iterator[Callable[[dict[str, int]], bool]]:
     """The recorded decisions on sizes that can be asked about with the symbols of the inputs alone."""
     environment = next(
         (s.node.shape_env for v in values for s in v.shape if not isinstance(s, int)),

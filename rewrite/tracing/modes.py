@@ -15,6 +15,7 @@ import torch
 from hcx.rewrite.errors import UsageError, let_through
 from hcx.rewrite.ir.dataflow import op_name
 from hcx.rewrite.ir.modes import DROPOUT, EVAL_ONLY, MODES, switch
+from hcx.rewrite.ir.program import Program
 from torch._subclasses.schema_check_mode import SchemaCheckMode
 
 from .capture import Call, buffers_kept, invoke, reference_mode
@@ -50,7 +51,7 @@ class _Draws(SchemaCheckMode):
         return result
 
 
-def record_modes(program, reference) -> None:
+def record_modes(program: Program, reference) -> None:
     """Note on the nodes of a fresh trace which arguments are others in train mode, or on the output why it has none.
 
     Args:
@@ -90,7 +91,7 @@ def record_modes(program, reference) -> None:
     _compare(program, flat, _run(reference, flat)[1])
 
 
-def _compare(program, flat: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+def _compare(program: Program, flat: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
     """Run the graph in train mode with the random numbers of the source model: it may do there what no op shows (masks
     that another library draws, another formula)."""
     graph = program.graph
@@ -154,7 +155,7 @@ def _plain(op: torch._ops.OpOverload) -> str:
     return op.overloadpacket.__name__.rstrip("_")
 
 
-def _arguments(op: torch._ops.OpOverload, args: tuple, kwargs: dict) -> _Arguments:
+def _arguments(op: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Arguments:
     """Every argument of a call by its name, defaults included."""
     return {
         a.name: args[i] if i < len(args) else kwargs.get(a.name, a.default_value)

@@ -7,6 +7,7 @@ metadata assertions (with them gone the graph runs under autocast exactly as the
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from hcx.rewrite.errors import TraceError
@@ -205,7 +206,7 @@ def _detached(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def _inline(
-    module, graph: fx.Graph, site: fx.Node, body: fx.Node, operands: Iterable, tag: dict[str, str]
+    module, graph: fx.Graph, site: fx.Node, body: fx.Node, operands: Iterable[Any], tag: dict[str, str]
 ) -> list[fx.Node]:
     inner = fetch(module, body.target)
     _inline_subgraphs(inner, inner.graph)

@@ -12,7 +12,9 @@ from .attempt import Attempt
 from .capture import PAST, SEQUENCE, sizes_by_probe
 
 
-def shapes_of(exported, names: list[str], attempt: Attempt, probes: list | None) -> list[tuple[int | str, ...]]:
+def shapes_of(
+    exported: torch.export.ExportedProgram, names: list[str], attempt: Attempt, probes: list[Any] | None
+) -> list[tuple[int | str, ...]]:
     """Dimension expressions of the flat inputs.
 
     Raises:
@@ -70,7 +72,7 @@ def _hint(size: torch.SymInt) -> int | None:
     return size.node.hint
 
 
-def input_values(exported) -> list:
+def input_values(exported: torch.export.ExportedProgram) -> list[Any]:
     """The fake tensors of the flat inputs."""
     placeholders = {n.name: n for n in exported.graph.nodes if n.op == "placeholder"}
     specs = exported.graph_signature.input_specs

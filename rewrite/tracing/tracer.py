@@ -7,6 +7,7 @@ put in), and the graph must give what eager gives before it is accepted.
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import torch
 from hcx.rewrite.collection import young_only
@@ -14,13 +15,15 @@ from hcx.rewrite.errors import HcxError, TraceError, let_through
 from hcx.rewrite.ir.copies import copied
 from hcx.rewrite.ir.program import Program
 from hcx.rewrite.ir.signature import CACHE, Argument, CallSignature, Fill, InputSpec
-from hcx.rewrite.ir.structure import kinds
+from hcx.rewrite.ir.structure import Structure, kinds
 
 from .agreement import free_constants, limits_of, must_agree, must_be_pure
-from .attempt import Attempt, attempts_for, probe
+from .attempt import Attempt, Probe, attempts_for, probe
 from .caches import OWN
 from .capture import (
     PAST,
+    CachedCalls,
+    Call,
     bind_call,
     buffers_kept,
     eager_outputs,
@@ -38,7 +41,11 @@ from .shapes import input_values, shapes_of
 
 
 def trace(
-    model: torch.nn.Module, args: tuple = (), kwargs: dict | None = None, *, cache: bool | None = None
+    model: torch.nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    cache: bool | None = None,
 ) -> Program:
     """Trace a model into a :class:`Program`. The model is never touched; its tensors are copied.
 
@@ -56,7 +63,7 @@ def trace(
         return _trace(model, args, kwargs, cache)
 
 
-def _trace(model: torch.nn.Module, args: tuple, kwargs: dict | None, cache: bool | None) -> Program:
+def _trace(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None, cache: bool | None) -> Program:
     call, others = bind_call(model, tuple(args), dict(kwargs or {}))
     try:
         eager_outputs(model, call)
@@ -85,21 +92,7 @@ def _trace(model: torch.nn.Module, args: tuple, kwargs: dict | None, cache: bool
 
 
 def _trace_once(model: torch.nn.Module, attempt: Attempt, others: dict[str, str]) -> Program:
-    probes = None
-    call = attempt.call
-    if attempt.cached is not None:
-        length = next(v for n, v in call.values.items() if n == attempt.cached.ids).shape[1]
-        sizes = [(2, max(length, 3), max(2, length // 2)), (3, max(2, length - 1), max(length - 2, 4)), (2, 3, 5)]
-        probes = [probe(attempt.cached, *size) for size in sizes]
-        call = attempt.cached.make(sizes[0][2], *sizes[0][:2])
-        own = {n for n in call.flat()[1].names if n.split(".")[0] == attempt.cached.cache}
-        probed = dict(zip(call.flat()[1].names, sizes_by_probe(probes), strict=True))
-        if not all(PAST in probed[n] for n in own):
-            # models work through states in chunks of an even length: only a graph that pads the last one fits all
-            attempt.cached.check()
-            sizes[0] = (2, max(length, 3) | 1, max(2, length // 2))
-            probes[0] = probe(attempt.cached, *sizes[0])
-            call = attempt.cached.make(sizes[0][2], *sizes[0][:2])
+    call, probes = (attempt.call, None) if attempt.cached is None else _cached_call(attempt.call, attempt.cached)
     flat, structure = call.flat()
     wrapper = Wrapper(model, structure, call.positions, attempt.cached.cache if attempt.cached else None)
     exported = exported_flat(model, wrapper, flat)
@@ -114,20 +107,9 @@ def _trace_once(model: torch.nn.Module, attempt: Attempt, others: dict[str, str]
         InputSpec(name, t.dtype, shape, fill_of.get(old))
         for name, old, t, shape in zip(names, structure.names, flat, shapes, strict=True)
     ]
-    defaults = {
-        n: "an error" if p.default is p.empty else repr(p.default)
-        for n, p in inspect.signature(model.forward).parameters.items()
-        if n not in others and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
-    }
-    arguments = [
-        Argument(name, call.positions.get(name), spec, name in attempt.fills, defaults.get(name))
-        for name, spec in zip(structure.spec["keys"], structure.spec["items"], strict=True)
-    ]
+    arguments = _arguments(model, call, structure, attempt, others)
     if attempt.cached is not None:
         outputs.names = [_flat_cache_name(n, attempt.cached.cache, "present") for n in outputs.names]
-    positions = {n: p for n, p in call.positions.items()}
-    for argument in arguments:
-        argument.position = _position(model, argument.name, positions)
     signature = CallSignature(
         type(model).__name__,
         arguments,
@@ -149,6 +131,38 @@ def _trace_once(model: torch.nn.Module, attempt: Attempt, others: dict[str, str]
     record_modes(program, reference)
     free_constants(model, call, outputs, arguments)
     return program
+
+
+def _cached_call(call: Call, cached: CachedCalls) -> tuple[Call, list[Probe]]:
+    """A call with a cache in it, and the sizes of such calls at three sizes."""
+    length = next(v for n, v in call.values.items() if n == cached.ids).shape[1]
+    sizes = [(2, max(length, 3), max(2, length // 2)), (3, max(2, length - 1), max(length - 2, 4)), (2, 3, 5)]
+    probes = [probe(cached, *size) for size in sizes]
+    call = cached.make(sizes[0][2], *sizes[0][:2])
+    own = {n for n in call.flat()[1].names if n.split(".")[0] == cached.cache}
+    probed = dict(zip(call.flat()[1].names, sizes_by_probe(probes), strict=True))
+    if not all(PAST in probed[n] for n in own):
+        # models work through states in chunks of an even length: only a graph that pads the last one fits all
+        cached.check()
+        sizes[0] = (2, max(length, 3) | 1, max(2, length // 2))
+        probes[0] = probe(cached, *sizes[0])
+        call = cached.make(sizes[0][2], *sizes[0][:2])
+    return call, probes
+
+
+def _arguments(
+    model: torch.nn.Module, call: Call, structure: Structure, attempt: Attempt, others: dict[str, str]
+) -> list[Argument]:
+    """What the signature says about each argument of the call."""
+    defaults = {
+        n: "an error" if p.default is p.empty else repr(p.default)
+        for n, p in inspect.signature(model.forward).parameters.items()
+        if n not in others and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    }
+    return [
+        Argument(name, _position(model, name, call.positions), spec, name in attempt.fills, defaults.get(name))
+        for name, spec in zip(structure.spec["keys"], structure.spec["items"], strict=True)
+    ]
 
 
 def _position(model: torch.nn.Module, name: str, positions: dict[str, int]) -> int | None:

@@ -19,7 +19,7 @@ RECURRENT = {"aten::lstm", "aten::gru", "aten::rnn_tanh", "aten::rnn_relu"}
 """Their definitions are loops over time, unrolled; torch.onnx has operators for them."""
 
 
-Known = dict[tuple, fx.GraphModule | None]
+Known = dict[tuple[Any, ...], fx.GraphModule | None]
 
 
 def definition(node: fx.Node, known: Known) -> tuple[fx.GraphModule, list[fx.Node]] | None:
@@ -48,7 +48,9 @@ def definition(node: fx.Node, known: Known) -> tuple[fx.GraphModule, list[fx.Nod
     return (module, [arguments[i] for i in tensors]) if module is not None else None
 
 
-def _traced(node: fx.Node, arguments: list, structure: Any, tensors: list[int], fakes: list) -> fx.GraphModule | None:
+def _traced(
+    node: fx.Node, arguments: list[Any], structure: Any, tensors: list[int], fakes: list[Any]
+) -> fx.GraphModule | None:
     def call(*values: torch.Tensor) -> Any:
         given = [a.meta["val"] if isinstance(a, fx.Node) else a for a in arguments]
         for index, value in zip(tensors, values, strict=True):
@@ -67,5 +69,5 @@ def _traced(node: fx.Node, arguments: list, structure: Any, tensors: list[int], 
 
 
 @functools.cache
-def _decompositions() -> dict:
+def _decompositions() -> dict[Any, Any]:
     return dict(torch._decomp.core_aten_decompositions())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import ChainMap
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias, overload
 
 import numpy as np
 import onnx_ir as ir
@@ -14,6 +14,9 @@ import torch
 from .decompose import Known
 from .symbols import Size, Symbols
 from .unsupported import UnsupportedError
+
+Given: TypeAlias = Any
+"""An argument as the graph gives it: what its kind is depends on the operator's schema and on the call."""
 
 DTYPES: dict[torch.dtype, ir.DataType] = {
     torch.float32: ir.DataType.FLOAT,
@@ -73,8 +76,8 @@ class Emitter:
         self.scope = ""
         self.definitions: Known = {}
         self.outs: tuple[Operand, ...] = ()
-        self._known: ChainMap[tuple, tuple[ir.Value, ...]] = ChainMap()
-        self.constants: dict[tuple, ir.Value] = {}
+        self._known: ChainMap[tuple[Any, ...], tuple[ir.Value, ...]] = ChainMap()
+        self.constants: dict[tuple[Any, ...], ir.Value] = {}
         self._names: dict[str, int] = dict.fromkeys(self._reserved, 1)
 
     @property
@@ -83,7 +86,19 @@ class Emitter:
 
     # -- nodes
 
-    def op(self, kind: str, *inputs: ir.Value | Operand | None, outputs: int = 1, **attributes: Any) -> Any:
+    @overload
+    def op(
+        self, kind: str, *inputs: ir.Value | Operand | None, outputs: Literal[1] = 1, **attributes: Any
+    ) -> ir.Value: ...
+
+    @overload
+    def op(
+        self, kind: str, *inputs: ir.Value | Operand | None, outputs: int, **attributes: Any
+    ) -> tuple[ir.Value, ...]: ...
+
+    def op(
+        self, kind: str, *inputs: ir.Value | Operand | None, outputs: int = 1, **attributes: Any
+    ) -> ir.Value | tuple[ir.Value, ...]:
         """Add a node (or return the equal one made before); a value, or a tuple if ``outputs`` > 1."""
         values = [v.value if isinstance(v, Operand) else v for v in inputs]
         while values and values[-1] is None:
@@ -218,7 +233,7 @@ def _frozen(value: Any) -> Any:
     return id(value) if isinstance(value, ir.Graph) else value
 
 
-def _promotion_groups(items: tuple) -> list[list[torch.dtype]]:
+def _promotion_groups(items: tuple[Operand | Scalar, ...]) -> list[list[torch.dtype]]:
     tensors = [i for i in items if isinstance(i, Operand)]
     numbers = [i for i in items if not isinstance(i, Operand)]
     kinds = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import sympy
 import torch
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from .emitter import Emitter
 
-Size = int | sympy.Expr
+Size: TypeAlias = "int | sympy.Expr"
 
 
 class Symbols:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import math
 
+import onnx_ir as ir
 import sympy
 import torch
-from hcx.export.onnx_direct.emitting.emitter import Emitter, Operand
+from hcx.export.onnx_direct.emitting.emitter import Emitter, Given, Operand
 from hcx.export.onnx_direct.emitting.unsupported import UnsupportedError
 
 from .activation import masked_softmax
@@ -23,12 +24,12 @@ def attention(
     query: Operand,
     key: Operand,
     value: Operand,
-    attn_mask=None,
-    dropout_p=0.0,
-    is_causal=False,
-    scale=None,
-    enable_gqa=False,
-):
+    attn_mask: Given = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: Given = None,
+    enable_gqa: bool = False,
+) -> ir.Value:
     """query [..., H, L, E], key [..., G, S, E], value [..., G, S, Ev] → [..., H, L, Ev]; H is a multiple of G."""
     if dropout_p:
         raise UnsupportedError("attention with dropout")
@@ -66,21 +67,21 @@ def _mask(e: Emitter, q: Operand, k: Operand, mask: Operand | None, is_causal: b
     return Operand(e.op("Unsqueeze", mask, e.axes(1)), mask.dtype, (mask.shape[0], 1, *mask.shape[1:]))
 
 
-def _attention_node(e: Emitter, q: Operand, k: Operand, v: Operand, mask: Operand | None, scale: float):
+def _attention_node(e: Emitter, q: Operand, k: Operand, v: Operand, mask: Operand | None, scale: float) -> ir.Value:
     if mask is not None:  # the mask's last two dimensions must not need broadcasting
         target = (*mask.shape[:-2], q.shape[2], k.shape[2])
         mask = e.expand(mask if mask.dtype is torch.bool else _above_lowest(e, mask), mask.shape, target)
     return e.op("Attention", q, k, v, mask, scale=scale)
 
 
-def _above_lowest(e: Emitter, mask: Operand):
+def _above_lowest(e: Emitter, mask: Operand) -> ir.Value:
     """ONNX Runtime takes the lowest finite number for "hidden": rows of it become 0, in torch they are an average."""
     dtype = e.dtype(mask.dtype)
     lowest = torch.finfo(dtype).min
     return e.op("Where", e.op("Equal", mask, e.const(lowest, dtype)), e.const(lowest / 2, dtype), mask)
 
 
-def _spelled_out(e: Emitter, q: Operand, k: Operand, v: Operand, mask: Operand | None, scale: float):
+def _spelled_out(e: Emitter, q: Operand, k: Operand, v: Operand, mask: Operand | None, scale: float) -> ir.Value:
     k, v = (_repeated(e, t, q.shape[1]) for t in (k, v))
     root = e.const(math.sqrt(scale), q.dtype) if scale > 0 else None
     if root is None:
@@ -95,7 +96,7 @@ def _spelled_out(e: Emitter, q: Operand, k: Operand, v: Operand, mask: Operand |
     return e.op("MatMul", masked_softmax(e, scores, 3, e.dtype(q.dtype)), v)
 
 
-def _repeated(e: Emitter, x: Operand, heads) -> Operand:
+def _repeated(e: Emitter, x: Operand, heads: Given) -> Operand:
     """Key and value heads repeated for grouped queries."""
     groups = x.shape[1]
     if groups == heads:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import onnx_ir as ir
 import torch
-from hcx.export.onnx_direct.emitting.emitter import Emitter, Operand
+from hcx.export.onnx_direct.emitting.emitter import Emitter, Given, Operand
 from hcx.export.onnx_direct.emitting.symbols import Size
 from hcx.export.onnx_direct.emitting.unsupported import UnsupportedError
 
@@ -11,17 +12,17 @@ from .registry import op
 
 
 @op("index_select.default")
-def index_select(e: Emitter, x: Operand, dim, index: Operand):
+def index_select(e: Emitter, x: Operand, dim: Given, index: Operand) -> ir.Value:
     return e.op("Gather", x, index, axis=x.axis(dim))
 
 
 @op("gather.default")
-def gather(e: Emitter, x: Operand, dim, index: Operand, sparse_grad=False):
+def gather(e: Emitter, x: Operand, dim: Given, index: Operand, sparse_grad: bool = False) -> ir.Value:
     return e.op("GatherElements", x, index, axis=x.axis(dim))
 
 
 @op("take_along_dim.default")
-def take_along_dim(e: Emitter, x: Operand, indices: Operand, dim=None):
+def take_along_dim(e: Emitter, x: Operand, indices: Operand, dim: Given = None) -> ir.Value:
     if dim is None:
         raise UnsupportedError("take_along_dim without a dimension")
     axis = x.axis(dim)
@@ -31,28 +32,30 @@ def take_along_dim(e: Emitter, x: Operand, indices: Operand, dim=None):
 
 
 @op("scatter.src", "scatter.value")
-def scatter(e: Emitter, x: Operand, dim, index: Operand, src=None, value=None):
+def scatter(e: Emitter, x: Operand, dim: Given, index: Operand, src: Given = None, value: Given = None) -> ir.Value:
     updates = src.value if src is not None else e.expand(e.to(value, x.dtype), (), index.shape)
     return e.op("ScatterElements", x, index, updates, axis=x.axis(dim))
 
 
 @op("scatter_add.default")
-def scatter_add(e: Emitter, x: Operand, dim, index: Operand, src: Operand):
+def scatter_add(e: Emitter, x: Operand, dim: Given, index: Operand, src: Operand) -> ir.Value:
     return e.op("ScatterElements", x, index, src, axis=x.axis(dim), reduction="add")
 
 
 @op("select_scatter.default")
-def select_scatter(e: Emitter, x: Operand, src: Operand, dim, index):
+def select_scatter(e: Emitter, x: Operand, src: Operand, dim: Given, index: Given) -> ir.Value:
     axis = x.axis(dim)
     return _replace(e, x, e.op("Unsqueeze", src, e.axes(axis)), axis, index, index + 1 if index != -1 else None, 1)
 
 
 @op("slice_scatter.default")
-def slice_scatter(e: Emitter, x: Operand, src: Operand, dim=0, start=None, end=None, step=1):
+def slice_scatter(
+    e: Emitter, x: Operand, src: Operand, dim: int = 0, start: Given = None, end: Given = None, step: Given = 1
+) -> ir.Value:
     return _replace(e, x, src.value, x.axis(dim), start or 0, end, step)
 
 
-def _replace(e: Emitter, x: Operand, src, axis: int, start: Size, end: Size | None, step: Size):
+def _replace(e: Emitter, x: Operand, src: Given, axis: int, start: Size, end: Size | None, step: Size) -> ir.Value:
     """Write a slice: the positions are sliced like the tensor itself."""
     size = x.shape[axis]
     end = 2**63 - 1 if end is None else end
@@ -68,7 +71,7 @@ def _replace(e: Emitter, x: Operand, src, axis: int, start: Size, end: Size | No
 
 
 @op("index.Tensor", "_unsafe_index.Tensor")
-def index(e: Emitter, x: Operand, indices):
+def index(e: Emitter, x: Operand, indices: Given) -> ir.Value:
     """Advanced indexing: one tensor is a Gather, several are a GatherND over their common shape."""
     used = [(d, i) for d, i in enumerate(indices) if i is not None]
     if any(i.dtype in (torch.bool, torch.uint8) for _, i in used):
@@ -89,13 +92,13 @@ def index(e: Emitter, x: Operand, indices):
     return e.op("Transpose", value, perm=order)
 
 
-def _tuples(e: Emitter, indices: list[Operand], common: tuple[Size, ...]):
+def _tuples(e: Emitter, indices: list[Operand], common: tuple[Size, ...]) -> ir.Value:
     """Index tensors as one tensor of tuples [*common, n]."""
     wide = [e.expand(e.to(i, torch.int64), i.shape, common) for i in indices]
     return e.op("Concat", *(e.op("Unsqueeze", w, e.axes(len(common))) for w in wide), axis=-1)
 
 
-def _common(shapes) -> tuple[Size, ...]:
+def _common(shapes: Given) -> tuple[Size, ...]:
     """Broadcast shape; of two open sizes the traced graph guarantees equality."""
     shapes = list(shapes)
     rank = max(len(s) for s in shapes)
@@ -103,7 +106,7 @@ def _common(shapes) -> tuple[Size, ...]:
     return tuple(next((s for s in column if s != 1), 1) for column in zip(*padded, strict=True))
 
 
-def _masked(e: Emitter, x: Operand, used: list[tuple[int, Operand]]):
+def _masked(e: Emitter, x: Operand, used: list[tuple[int, Operand]]) -> ir.Value:
     if len(used) > 1 or used[0][0] != 0:
         raise UnsupportedError("indexing by several tensors of which one is a mask")
     positions = e.op("Transpose", e.op("NonZero", e.to(used[0][1], torch.bool)), perm=[1, 0])
@@ -111,7 +114,7 @@ def _masked(e: Emitter, x: Operand, used: list[tuple[int, Operand]]):
 
 
 @op("index_put.default", "_unsafe_index_put.default")
-def index_put(e: Emitter, x: Operand, indices, values: Operand, accumulate=False):
+def index_put(e: Emitter, x: Operand, indices: Given, values: Operand, accumulate: bool = False) -> ir.Value:
     used = [(d, i) for d, i in enumerate(indices) if i is not None]
     if [d for d, _ in used] != list(range(len(used))):
         raise UnsupportedError("index_put behind a dimension that is kept")
@@ -125,7 +128,7 @@ def index_put(e: Emitter, x: Operand, indices, values: Operand, accumulate=False
     )
 
 
-def _put_where(e: Emitter, x: Operand, used, values: Operand, accumulate: bool):
+def _put_where(e: Emitter, x: Operand, used: Given, values: Operand, accumulate: bool) -> ir.Value:
     """A mask and one value."""
     if len(used) > 1 or values.rank or accumulate:
         raise UnsupportedError("index_put with a mask and more than one value")
@@ -135,12 +138,12 @@ def _put_where(e: Emitter, x: Operand, used, values: Operand, accumulate: bool):
 
 
 @op("nonzero.default")
-def nonzero(e: Emitter, x: Operand):
+def nonzero(e: Emitter, x: Operand) -> ir.Value:
     return e.op("Transpose", e.op("NonZero", x), perm=[1, 0])
 
 
 @op("masked_select.default")
-def masked_select(e: Emitter, x: Operand, mask: Operand):
+def masked_select(e: Emitter, x: Operand, mask: Operand) -> ir.Value:
     shape = _common([x.shape, mask.shape])
     return e.op(
         "Compress",

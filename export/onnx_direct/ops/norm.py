@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import numpy as np
+import onnx_ir as ir
 import sympy
 import torch
-from hcx.export.onnx_direct.emitting.emitter import Emitter, Operand
+from hcx.export.onnx_direct.emitting.emitter import Emitter, Given, Operand
 from hcx.export.onnx_direct.emitting.unsupported import UnsupportedError
 
 from .registry import op
 
 
 @op("layer_norm.default")
-def layer_norm(e: Emitter, x: Operand, normalized_shape, weight=None, bias=None, eps=1e-5, cudnn_enable=True):
+def layer_norm(
+    e: Emitter,
+    x: Operand,
+    normalized_shape: Given,
+    weight: Operand | None = None,
+    bias: Operand | None = None,
+    eps: float = 1e-5,
+    cudnn_enable: bool = True,
+) -> ir.Value:
     axis = x.rank - len(normalized_shape)
     scale = (
         weight if weight is not None else e.array(np.ones(normalized_shape, dtype=e.const(1.0, x.dtype).dtype.numpy()))
@@ -21,7 +30,9 @@ def layer_norm(e: Emitter, x: Operand, normalized_shape, weight=None, bias=None,
 
 
 @op("native_layer_norm.default")
-def native_layer_norm(e: Emitter, x: Operand, normalized_shape, weight, bias, eps):
+def native_layer_norm(
+    e: Emitter, x: Operand, normalized_shape: Given, weight: Given, bias: Given, eps: float
+) -> list[ir.Value]:
     axis = x.rank - len(normalized_shape)
     if weight is None:
         raise UnsupportedError("native_layer_norm without a weight")
@@ -29,7 +40,9 @@ def native_layer_norm(e: Emitter, x: Operand, normalized_shape, weight, bias, ep
 
 
 @op("rms_norm.default")
-def rms_norm(e: Emitter, x: Operand, normalized_shape, weight=None, eps=None):
+def rms_norm(
+    e: Emitter, x: Operand, normalized_shape: Given, weight: Operand | None = None, eps: Given = None
+) -> ir.Value:
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     if weight is not None and len(normalized_shape) == 1:
         return rms(e, x, weight, eps)
@@ -38,32 +51,54 @@ def rms_norm(e: Emitter, x: Operand, normalized_shape, weight=None, eps=None):
     return value if weight is None else e.op("Mul", value, weight)
 
 
-def rms(e: Emitter, x: Operand, weight: Operand, eps: float):
+def rms(e: Emitter, x: Operand, weight: Operand, eps: float) -> ir.Value:
     """x / sqrt(mean(x², last) + eps) · weight; one node from opset 23 on."""
     if e.opset >= 23:
         return e.op("RMSNormalization", x, weight, axis=-1, epsilon=float(eps))
     return e.op("Mul", _over_rms(e, x, e.axes(x.rank - 1), eps), weight)
 
 
-def _over_rms(e: Emitter, x: Operand, axes, eps: float):
+def _over_rms(e: Emitter, x: Operand, axes: Given, eps: float) -> ir.Value:
     mean = e.op("ReduceMean", e.op("Mul", x, x), axes, keepdims=1)
     return e.op("Mul", x, e.op("Reciprocal", e.op("Sqrt", e.op("Add", mean, e.const(float(eps), x.dtype)))))
 
 
 @op("batch_norm.default")
-def batch_norm(e: Emitter, x: Operand, weight, bias, running_mean, running_var, training, momentum, eps, cudnn_enabled):
+def batch_norm(
+    e: Emitter,
+    x: Operand,
+    weight: Given,
+    bias: Given,
+    running_mean: Given,
+    running_var: Given,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> ir.Value:
     if training:
         raise UnsupportedError("batch_norm with the statistics of the batch")
     return _batch_norm(e, x, weight, bias, running_mean, running_var, eps)
 
 
 @op("_native_batch_norm_legit_no_training.default")
-def batch_norm_no_training(e: Emitter, x: Operand, weight, bias, running_mean, running_var, momentum, eps):
+def batch_norm_no_training(
+    e: Emitter,
+    x: Operand,
+    weight: Given,
+    bias: Given,
+    running_mean: Given,
+    running_var: Given,
+    momentum: float,
+    eps: float,
+) -> list[ir.Value]:
     empty = e.const([], x.dtype)
     return [_batch_norm(e, x, weight, bias, running_mean, running_var, eps), empty, empty]
 
 
-def _batch_norm(e: Emitter, x: Operand, weight, bias, mean: Operand, variance: Operand, eps: float):
+def _batch_norm(
+    e: Emitter, x: Operand, weight: Given, bias: Given, mean: Operand, variance: Operand, eps: float
+) -> ir.Value:
     channels = mean.shape[0]
     scale = weight if weight is not None else e.const([1.0] * channels, x.dtype)
     shift = bias if bias is not None else e.const([0.0] * channels, x.dtype)
@@ -71,7 +106,15 @@ def _batch_norm(e: Emitter, x: Operand, weight, bias, mean: Operand, variance: O
 
 
 @op("group_norm.default")
-def group_norm(e: Emitter, x: Operand, num_groups, weight=None, bias=None, eps=1e-5, cudnn_enabled=True):
+def group_norm(
+    e: Emitter,
+    x: Operand,
+    num_groups: int,
+    weight: Operand | None = None,
+    bias: Operand | None = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> ir.Value:
     """Instance normalisation of each group as one channel, then the affine part by channel."""
     rest = sympy.Mul(*x.shape[1:]) / num_groups
     grouped = e.reshape(x, (x.shape[0], num_groups, int(rest) if rest.is_Integer else rest))
@@ -85,8 +128,17 @@ def group_norm(e: Emitter, x: Operand, num_groups, weight=None, bias=None, eps=1
 
 @op("instance_norm.default")
 def instance_norm(
-    e: Emitter, x: Operand, weight, bias, running_mean, running_var, use_input_stats, momentum, eps, cudnn_enabled
-):
+    e: Emitter,
+    x: Operand,
+    weight: Given,
+    bias: Given,
+    running_mean: Given,
+    running_var: Given,
+    use_input_stats: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> ir.Value:
     if not use_input_stats:
         return _batch_norm(e, x, weight, bias, running_mean, running_var, eps)
     channels = x.shape[1]
@@ -98,7 +150,7 @@ def instance_norm(
 
 
 @op("_weight_norm.default", "_weight_norm_interface.default")
-def weight_norm(e: Emitter, v: Operand, g: Operand, dim=0):
+def weight_norm(e: Emitter, v: Operand, g: Operand, dim: int = 0) -> ir.Value | list[ir.Value]:
     """v · g / ‖v‖ over all dimensions but one; the interface also returns the norm."""
     others = [d for d in range(v.rank) if d != v.axis(dim)] if dim != -1 or v.rank == 1 else list(range(v.rank))
     norm = e.op("ReduceL2", v, e.axes(*others), keepdims=1)

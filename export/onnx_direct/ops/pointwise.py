@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 
+import onnx_ir as ir
 import torch
-from hcx.export.onnx_direct.emitting.emitter import Emitter, Operand
+from hcx.export.onnx_direct.emitting.emitter import Emitter, Given, Operand
 
-from .registry import op
+from .registry import Handler, op
 
 FLOAT_ONLY = {
     "exp": "Exp",
@@ -33,15 +34,15 @@ ANY_NUMBER = {"abs": "Abs", "neg": "Neg", "sign": "Sign"}
 WHOLE = {"floor": "Floor", "ceil": "Ceil", "round": "Round"}
 
 
-def _unary(kind: str):
-    def emit(e: Emitter, x: Operand):
+def _unary(kind: str) -> Handler:
+    def emit(e: Emitter, x: Operand) -> ir.Value:
         return e.op(kind, e.to(x, e.out.dtype))
 
     return emit
 
 
-def _whole(kind: str):
-    def emit(e: Emitter, x: Operand):
+def _whole(kind: str) -> Handler:
+    def emit(e: Emitter, x: Operand) -> ir.Value:
         return e.op(kind, x) if x.dtype.is_floating_point else x.value
 
     return emit
@@ -54,22 +55,22 @@ for _name, _kind in WHOLE.items():
 
 
 @op("rsqrt.default")
-def rsqrt(e: Emitter, x: Operand):
+def rsqrt(e: Emitter, x: Operand) -> ir.Value:
     return e.op("Reciprocal", e.op("Sqrt", e.to(x, e.out.dtype)))
 
 
 @op("square.default")
-def square(e: Emitter, x: Operand):
+def square(e: Emitter, x: Operand) -> ir.Value:
     return e.op("Mul", x, x)
 
 
 @op("trunc.default")
-def trunc(e: Emitter, x: Operand):
+def trunc(e: Emitter, x: Operand) -> ir.Value:
     return e.op("Mul", e.op("Sign", x), e.op("Floor", e.op("Abs", x))) if x.dtype.is_floating_point else x.value
 
 
 @op("log1p.default")
-def log1p(e: Emitter, x: Operand):
+def log1p(e: Emitter, x: Operand) -> ir.Value:
     """log(1+x) exact for small x: x·log(u)/(u−1) with u = 1+x (Kahan)."""
     value, one = e.to(x, e.out.dtype), e.const(1.0, e.out.dtype)
     u = e.op("Add", value, one)
@@ -78,7 +79,7 @@ def log1p(e: Emitter, x: Operand):
 
 
 @op("expm1.default")
-def expm1(e: Emitter, x: Operand):
+def expm1(e: Emitter, x: Operand) -> ir.Value:
     """exp(x)−1 as 2·tanh(x/2)/(1−tanh(x/2)) for small x, direct otherwise."""
     dtype = e.out.dtype
     value, one, two = e.to(x, dtype), e.const(1.0, dtype), e.const(2.0, dtype)
@@ -87,8 +88,8 @@ def expm1(e: Emitter, x: Operand):
     return e.op("Where", e.op("Less", e.op("Abs", value), one), small, e.op("Sub", e.op("Exp", value), one))
 
 
-def _scaled_log(base: float):
-    def emit(e: Emitter, x: Operand):
+def _scaled_log(base: float) -> Handler:
+    def emit(e: Emitter, x: Operand) -> ir.Value:
         return e.op("Div", e.op("Log", e.to(x, e.out.dtype)), e.const(math.log(base), e.out.dtype))
 
     return emit
@@ -99,39 +100,39 @@ op("log10.default")(_scaled_log(10.0))
 
 
 @op("exp2.default")
-def exp2(e: Emitter, x: Operand):
+def exp2(e: Emitter, x: Operand) -> ir.Value:
     return e.op("Pow", e.const(2.0, e.out.dtype), e.to(x, e.out.dtype))
 
 
 @op("isnan.default")
-def isnan(e: Emitter, x: Operand):
+def isnan(e: Emitter, x: Operand) -> ir.Value:
     return e.op("IsNaN", x) if x.dtype.is_floating_point else e.op("Less", x, x)
 
 
 @op("isinf.default")
-def isinf(e: Emitter, x: Operand):
+def isinf(e: Emitter, x: Operand) -> ir.Value:
     return e.op("IsInf", x) if x.dtype.is_floating_point else e.op("Less", x, x)
 
 
 @op("isfinite.default")
-def isfinite(e: Emitter, x: Operand):
+def isfinite(e: Emitter, x: Operand) -> ir.Value:
     if not x.dtype.is_floating_point:
         return e.op("Equal", x, x)
     return e.op("Not", e.op("Or", e.op("IsNaN", x), e.op("IsInf", x)))
 
 
 @op("logical_not.default")
-def logical_not(e: Emitter, x: Operand):
+def logical_not(e: Emitter, x: Operand) -> ir.Value:
     return e.op("Not", e.to(x, torch.bool))
 
 
 @op("bitwise_not.default")
-def bitwise_not(e: Emitter, x: Operand):
+def bitwise_not(e: Emitter, x: Operand) -> ir.Value:
     return e.op("Not" if x.dtype is torch.bool else "BitwiseNot", x)
 
 
 @op("clamp.default", "clamp.Tensor", "clip.default", "clip.Tensor")
-def clamp(e: Emitter, x: Operand, min=None, max=None):
+def clamp(e: Emitter, x: Operand, min: Given = None, max: Given = None) -> ir.Value:
     value = e.to(x, e.out.dtype)
     if min is not None:
         value = e.op("Max", value, e.to(min, e.out.dtype))
@@ -139,17 +140,17 @@ def clamp(e: Emitter, x: Operand, min=None, max=None):
 
 
 @op("clamp_min.default", "clamp_min.Tensor")
-def clamp_min(e: Emitter, x: Operand, min):
+def clamp_min(e: Emitter, x: Operand, min: Given) -> ir.Value:
     return clamp(e, x, min=min)
 
 
 @op("clamp_max.default", "clamp_max.Tensor")
-def clamp_max(e: Emitter, x: Operand, max):
+def clamp_max(e: Emitter, x: Operand, max: Given) -> ir.Value:
     return clamp(e, x, max=max)
 
 
 @op("nan_to_num.default")
-def nan_to_num(e: Emitter, x: Operand, nan=None, posinf=None, neginf=None):
+def nan_to_num(e: Emitter, x: Operand, nan: Given = None, posinf: Given = None, neginf: Given = None) -> ir.Value:
     if not x.dtype.is_floating_point:
         return x.value
     limits = torch.finfo(x.dtype)

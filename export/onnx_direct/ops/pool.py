@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-from hcx.export.onnx_direct.emitting.emitter import Emitter, Operand
+import onnx_ir as ir
+from hcx.export.onnx_direct.emitting.emitter import Emitter, Given, Operand
 from hcx.export.onnx_direct.emitting.unsupported import UnsupportedError
 
-from .registry import op
+from .registry import Handler, op
 
 
-def _each(value, dims: int) -> list[int]:
+def _each(value: Given, dims: int) -> list[int]:
     return list(value) * dims if len(value) == 1 else list(value)
 
 
-def _batched(e: Emitter, x: Operand, dims: int, emit):
+def _batched(e: Emitter, x: Operand, dims: int, emit: Given) -> ir.Value:
     """ONNX pools need the batch dimension that torch lets one leave out."""
     if x.rank == dims + 2:
         return emit(x.value)
     return e.op("Squeeze", emit(e.op("Unsqueeze", x, e.axes(0))), e.axes(0))
 
 
-def _max_pool(dims: int):
-    def emit(e: Emitter, x: Operand, kernel_size, stride=(), padding=(0,), dilation=(1,), ceil_mode=False):
+def _max_pool(dims: int) -> Handler:
+    def emit(
+        e: Emitter,
+        x: Operand,
+        kernel_size: Given,
+        stride: Given = (),
+        padding: Given = (0,),
+        dilation: Given = (1,),
+        ceil_mode: bool = False,
+    ) -> ir.Value:
         kernel, pads = _each(kernel_size, dims), _each(padding, dims)
         return _batched(
             e,
@@ -40,17 +49,17 @@ def _max_pool(dims: int):
     return emit
 
 
-def _avg_pool(dims: int):
+def _avg_pool(dims: int) -> Handler:
     def emit(
         e: Emitter,
         x: Operand,
-        kernel_size,
-        stride=(),
-        padding=(0,),
-        ceil_mode=False,
-        count_include_pad=True,
-        divisor_override=None,
-    ):
+        kernel_size: Given,
+        stride: Given = (),
+        padding: Given = (0,),
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+        divisor_override: Given = None,
+    ) -> ir.Value:
         if divisor_override is not None or ceil_mode:
             raise UnsupportedError("avg_pool with divisor_override or ceil_mode")
         kernel, pads = _each(kernel_size, dims), _each(padding, dims)
@@ -76,8 +85,8 @@ for _dims in (1, 2, 3):
     op(f"avg_pool{_dims}d.default")(_avg_pool(_dims))
 
 
-def _adaptive(kind: str, reduce: str, dims: int):
-    def emit(e: Emitter, x: Operand, output_size):
+def _adaptive(kind: str, reduce: str, dims: int) -> Handler:
+    def emit(e: Emitter, x: Operand, output_size: Given) -> ir.Value:
         """To size 1 a reduction; to a divisor of a fixed size an ordinary pool."""
         target, sizes = _each(output_size, dims), x.shape[-dims:]
         if all(t == 1 for t in target):
@@ -95,7 +104,7 @@ for _dims in (1, 2, 3):
 
 
 @op("upsample_nearest1d.vec", "upsample_nearest2d.vec", "upsample_nearest3d.vec")
-def upsample_nearest(e: Emitter, x: Operand, output_size, scale_factors):
+def upsample_nearest(e: Emitter, x: Operand, output_size: Given, scale_factors: Given) -> ir.Value:
     return e.op(
         "Resize",
         x,
@@ -109,7 +118,7 @@ def upsample_nearest(e: Emitter, x: Operand, output_size, scale_factors):
 
 
 @op("upsample_linear1d.vec", "upsample_bilinear2d.vec", "upsample_trilinear3d.vec")
-def upsample_linear(e: Emitter, x: Operand, output_size, align_corners, scale_factors):
+def upsample_linear(e: Emitter, x: Operand, output_size: Given, align_corners: bool, scale_factors: Given) -> ir.Value:
     return e.op(
         "Resize",
         x,
@@ -122,5 +131,5 @@ def upsample_linear(e: Emitter, x: Operand, output_size, align_corners, scale_fa
 
 
 @op("pixel_shuffle.default")
-def pixel_shuffle(e: Emitter, x: Operand, upscale_factor):
+def pixel_shuffle(e: Emitter, x: Operand, upscale_factor: int) -> ir.Value:
     return e.op("DepthToSpace", x, blocksize=upscale_factor, mode="CRD")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from hcx.export.onnx_direct.emitting.unsupported import UnsupportedError
@@ -29,18 +29,23 @@ IN_THE_RESULT = {
 """Arguments that the result's dtype says already, or that mean nothing in ONNX."""
 
 
+Handler: TypeAlias = Callable[..., Any]
+"""``emit(e, **arguments)``: a value, several of them for an operator with several results, or a size."""
+H = TypeVar("H", bound=Handler)
+
+
 @dataclass(frozen=True)
 class Translator:
     """How one operator is emitted: ``emit(e, **arguments)`` with the schema's argument names."""
 
-    emit: Callable[..., Any]
+    emit: Handler
     accepts: frozenset[str]
 
 
 TABLE: dict[str, Translator] = {}
 
 
-def op(*names: str, complex_numbers: bool = False) -> Callable[[Callable], Callable]:
+def op(*names: str, complex_numbers: bool = False) -> Callable[[H], H]:
     """Register a translator for operators such as ``aten.add.Tensor``; the name space ``aten.`` may be left out.
 
     The function declares the schema's arguments that it handles (``self`` and ``input`` are called ``x``). A call that
@@ -48,7 +53,7 @@ def op(*names: str, complex_numbers: bool = False) -> Callable[[Callable], Calla
     complex tensors only go to translators that are registered with ``complex_numbers``.
     """
 
-    def register(emit: Callable) -> Callable:
+    def register(emit: H) -> H:
         accepts = frozenset(list(inspect.signature(emit).parameters)[1:])
         for name in names:
             full = name if name.split(".")[0] in NAMESPACES else f"aten.{name}"
@@ -72,7 +77,9 @@ def find(target: Any, complex_numbers: bool = False) -> Translator | None:
     return TABLE.get(prefix + name) or TABLE.get(prefix + twin)
 
 
-def arguments(target: torch._ops.OpOverload, translator: Translator, args: tuple, kwargs: dict) -> dict[str, Any]:
+def arguments(
+    target: torch._ops.OpOverload, translator: Translator, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
     """Bind a call to the schema, with defaults; raises UnsupportedError for what the translator does not handle."""
     bound: dict[str, Any] = {}
     for index, argument in enumerate(target._schema.arguments):

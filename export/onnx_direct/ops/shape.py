@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import onnx_ir as ir
 import sympy
 import torch
-from hcx.export.onnx_direct.emitting.emitter import Emitter, Operand
+from hcx.export.onnx_direct.emitting.emitter import Emitter, Given, Operand
 from hcx.export.onnx_direct.emitting.symbols import Size
 from hcx.export.onnx_direct.emitting.unsupported import UnsupportedError
 
-from .registry import op
+from .registry import Handler, op
 
 END = 2**63 - 1
 
@@ -28,7 +29,7 @@ END = 2**63 - 1
     "_to_copy.default",
     "type_as.default",
 )
-def identity(e: Emitter, x: Operand, other=None):
+def identity(e: Emitter, x: Operand, other: Given = None) -> ir.Value:
     """Copies and casts: values have no storage in ONNX."""
     if x.shape != e.out.shape:
         return e.reshape(x, e.out.shape)
@@ -47,23 +48,31 @@ def identity(e: Emitter, x: Operand, other=None):
     "_reshape_alias.default",
 )
 def reshape(
-    e: Emitter, x: Operand, size=None, shape=None, start_dim=None, end_dim=None, dim=None, sizes=None, stride=None
-):
+    e: Emitter,
+    x: Operand,
+    size: Given = None,
+    shape: Given = None,
+    start_dim: Given = None,
+    end_dim: Given = None,
+    dim: Given = None,
+    sizes: Given = None,
+    stride: Given = None,
+) -> ir.Value:
     """Anything that keeps the order of elements: the traced result says the shape."""
     return x.value if x.shape == e.out.shape else e.reshape(x, e.out.shape)
 
 
 @op("unsqueeze.default")
-def unsqueeze(e: Emitter, x: Operand, dim):
+def unsqueeze(e: Emitter, x: Operand, dim: Given) -> ir.Value:
     return e.op("Unsqueeze", x, e.axes(dim + x.rank + 1 if dim < 0 else dim))
 
 
-def transposed(e: Emitter, x: Operand, perm: list[int]):
+def transposed(e: Emitter, x: Operand, perm: list[int]) -> ir.Value:
     return x.value if perm == sorted(perm) else e.op("Transpose", x, perm=perm)
 
 
 @op("transpose.int", "swapaxes.default", "swapdims.default")
-def transpose(e: Emitter, x: Operand, dim0, dim1):
+def transpose(e: Emitter, x: Operand, dim0: int, dim1: int) -> ir.Value:
     perm = list(range(x.rank))
     a, b = x.axis(dim0), x.axis(dim1)
     perm[a], perm[b] = b, a
@@ -71,29 +80,29 @@ def transpose(e: Emitter, x: Operand, dim0, dim1):
 
 
 @op("t.default", "numpy_T.default", "mT.default")
-def matrix_transpose(e: Emitter, x: Operand):
+def matrix_transpose(e: Emitter, x: Operand) -> ir.Value:
     return x.value if x.rank < 2 else transpose(e, x, -1, -2)
 
 
 @op("permute.default")
-def permute(e: Emitter, x: Operand, dims):
+def permute(e: Emitter, x: Operand, dims: Given) -> ir.Value:
     return transposed(e, x, [x.axis(d) for d in dims])
 
 
 @op("movedim.int")
-def movedim(e: Emitter, x: Operand, source, destination):
+def movedim(e: Emitter, x: Operand, source: Given, destination: Given) -> ir.Value:
     perm = [d for d in range(x.rank) if d != x.axis(source)]
     perm.insert(x.axis(destination), x.axis(source))
     return transposed(e, x, perm)
 
 
 @op("expand.default", "expand_as.default", "broadcast_to.default")
-def expand(e: Emitter, x: Operand, size=None, other=None):
+def expand(e: Emitter, x: Operand, size: Given = None, other: Given = None) -> ir.Value:
     return e.expand(x, x.shape, e.out.shape)
 
 
 @op("slice.Tensor")
-def slice_(e: Emitter, x: Operand, dim=0, start=None, end=None, step=1):
+def slice_(e: Emitter, x: Operand, dim: int = 0, start: Given = None, end: Given = None, step: Given = 1) -> ir.Value:
     axis = x.axis(dim)
     start = 0 if start is None else start
     whole = end is None or end == x.shape[axis] or (isinstance(end, int) and end >= END)
@@ -102,17 +111,17 @@ def slice_(e: Emitter, x: Operand, dim=0, start=None, end=None, step=1):
     return sliced(e, x, axis, start, END if end is None else end, step)
 
 
-def sliced(e: Emitter, x: Operand, axis: int, start: Size, end: Size, step: Size = 1):
+def sliced(e: Emitter, x: Operand, axis: int, start: Size, end: Size, step: Size = 1) -> ir.Value:
     return e.op("Slice", x, e.sizes([start]), e.sizes([end]), e.axes(axis), e.sizes([step]))
 
 
 @op("narrow.default")
-def narrow(e: Emitter, x: Operand, dim, start, length):
+def narrow(e: Emitter, x: Operand, dim: Given, start: Given, length: Given) -> ir.Value:
     return sliced(e, x, x.axis(dim), start, start + length)
 
 
 @op("select.int")
-def select(e: Emitter, x: Operand, dim, index):
+def select(e: Emitter, x: Operand, dim: Given, index: Given) -> ir.Value:
     position = e.const(index) if isinstance(index, int) else e.op("Squeeze", e.sizes([index]), e.axes(0))
     return e.op("Gather", x, position, axis=x.axis(dim))
 
@@ -127,7 +136,15 @@ def select(e: Emitter, x: Operand, dim, index):
     "unsafe_split_with_sizes.default",
     "tensor_split.sections",
 )
-def split(e: Emitter, x: Operand, split_size=None, split_sizes=None, chunks=None, sections=None, dim=0):
+def split(
+    e: Emitter,
+    x: Operand,
+    split_size: Given = None,
+    split_sizes: Given = None,
+    chunks: Given = None,
+    sections: Given = None,
+    dim: int = 0,
+) -> list[ir.Value]:
     """The traced results say the sizes of the parts."""
     axis = x.axis(dim)
     parts = [out.shape[axis] for out in e.outs]
@@ -138,13 +155,13 @@ def split(e: Emitter, x: Operand, split_size=None, split_sizes=None, chunks=None
 
 
 @op("unbind.int")
-def unbind(e: Emitter, x: Operand, dim=0):
+def unbind(e: Emitter, x: Operand, dim: int = 0) -> list[ir.Value]:
     axis = x.axis(dim)
     return [e.op("Gather", x, e.const(i), axis=axis) for i in range(len(e.outs))]
 
 
 @op("cat.default", "concat.default", "concatenate.default")
-def cat(e: Emitter, tensors, dim=0):
+def cat(e: Emitter, tensors: Given, dim: int = 0) -> ir.Value:
     """torch ignores 1-d empty tensors among tensors of another rank (an empty cache)."""
     rank = e.out.rank
     kept = [t for t in tensors if not (t.rank == 1 and rank != 1 and t.shape == (0,))]
@@ -153,24 +170,24 @@ def cat(e: Emitter, tensors, dim=0):
 
 
 @op("stack.default")
-def stack(e: Emitter, tensors, dim=0):
+def stack(e: Emitter, tensors: Given, dim: int = 0) -> ir.Value:
     axis = e.out.axis(dim)
     return e.op("Concat", *(e.op("Unsqueeze", e.to(t, e.out.dtype), e.axes(axis)) for t in tensors), axis=axis)
 
 
 @op("repeat.default")
-def repeat(e: Emitter, x: Operand, repeats):
+def repeat(e: Emitter, x: Operand, repeats: Given) -> ir.Value:
     value = e.reshape(x, (1,) * (len(repeats) - x.rank) + x.shape) if len(repeats) > x.rank else x.value
     return value if all(r == 1 for r in repeats) else e.op("Tile", value, e.sizes(repeats))
 
 
 @op("tile.default")
-def tile(e: Emitter, x: Operand, dims):
+def tile(e: Emitter, x: Operand, dims: Given) -> ir.Value:
     return repeat(e, x, [1] * (x.rank - len(dims)) + list(dims))
 
 
 @op("repeat_interleave.self_int")
-def repeat_interleave(e: Emitter, x: Operand, repeats, dim=None, output_size=None):
+def repeat_interleave(e: Emitter, x: Operand, repeats: Given, dim: Given = None, output_size: Given = None) -> ir.Value:
     """Each element ``repeats`` times in place: a new axis behind ``dim``, broadcast, folded in."""
     flat = Operand(e.reshape(x, (sympy.Mul(*x.shape),)), x.dtype, (sympy.Mul(*x.shape),)) if dim is None else x
     axis = flat.axis(dim or 0)
@@ -181,7 +198,7 @@ def repeat_interleave(e: Emitter, x: Operand, repeats, dim=None, output_size=Non
 
 
 @op("flip.default")
-def flip(e: Emitter, x: Operand, dims):
+def flip(e: Emitter, x: Operand, dims: Given) -> ir.Value:
     value = x.value
     for dim in dims:
         value = e.op("Slice", value, e.const([-1]), e.const([-END]), e.axes(x.axis(dim)), e.const([-1]))
@@ -189,7 +206,7 @@ def flip(e: Emitter, x: Operand, dims):
 
 
 @op("roll.default")
-def roll(e: Emitter, x: Operand, shifts, dims=()):
+def roll(e: Emitter, x: Operand, shifts: Given, dims: Given = ()) -> ir.Value:
     if not dims:
         raise UnsupportedError("roll of a flattened tensor")
     value = x.value
@@ -205,7 +222,7 @@ def roll(e: Emitter, x: Operand, shifts, dims=()):
 
 
 @op("constant_pad_nd.default", "pad.default")
-def pad(e: Emitter, x: Operand, pad, mode="constant", value=None):
+def pad(e: Emitter, x: Operand, pad: Given, mode: str = "constant", value: Given = None) -> ir.Value:
     """torch lists pads from the last dimension; negative ones cut."""
     kind = {"constant": "constant", "reflect": "reflect", "replicate": "edge", "circular": "wrap"}[mode]
     before, after = [0] * x.rank, [0] * x.rank
@@ -215,8 +232,8 @@ def pad(e: Emitter, x: Operand, pad, mode="constant", value=None):
     return e.op("Pad", x, e.sizes(before + after), fill, mode=kind)
 
 
-def _triangle(upper: int):
-    def emit(e: Emitter, x: Operand, diagonal=0):
+def _triangle(upper: int) -> Handler:
+    def emit(e: Emitter, x: Operand, diagonal: Given = 0) -> ir.Value:
         return e.op("Trilu", x, e.to(diagonal, torch.int64), upper=upper)
 
     return emit
