@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil, isnan
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from hcx.rewrite.edit.editor import Editor
@@ -145,32 +145,11 @@ class Exits(Pass):
             plan.skips.append(Skip(stack.label, Reason.HEAD_SHAPE, misfit))
             return plan
         for k in ordered:
-            node = places.boundary(stack, k).node
-            if head == "classifier" and (wrong := _each_misfit(stack, k, shape(_answer(program, stack)))):
+            wrong = self._misfit_at(program, stack, k, head)
+            if wrong is not None:
                 plan.skips.append(Skip(f"{stack.label}@{k}", Reason.HEAD_SHAPE, wrong))
-                continue
-            if head != "classifier" and not self._fits(stack, node):
-                plan.skips.append(
-                    Skip(
-                        f"{stack.label}@{k}",
-                        Reason.HEAD_SHAPE,
-                        f"the stream is {_text(node)} here and {_text(stack.boundaries[-1].node)} at the readout",
-                    )
-                )
-                continue
-            if self.score in CHEAP and (
-                wrong := stream_misfit(stream_shape(places.boundary(stack, k)), shape(_answer(program, stack)))
-            ):
-                plan.skips.append(Skip(f"{stack.label}@{k}", Reason.HEAD_SHAPE, wrong))
-                continue
-            detail = {"stack": stack.label, "at": k, "head": head, "score": self.score, "threshold": self.threshold}
-            if self.candidates is not None:
-                detail["candidates"] = self.candidates
-            if self.per != "position":
-                detail["per"] = self.per
-            if self.rule != "first":
-                detail["rule"] = self.rule
-            plan.sites.append(Site(f"{stack.label}@{k}", "exit", detail))
+            else:
+                plan.sites.append(Site(f"{stack.label}@{k}", "exit", self._detail(stack, k, head)))
         self._check_form(program, stack, plan)
         width = value(stack.boundaries[-1].node).shape[-1]
         plan.estimate = {
@@ -178,6 +157,26 @@ class Exits(Pass):
             "new parameters": len(plan.sites) * (int(width) * (int(width) + 1) if head == "affine" else 0),
         }
         return plan
+
+    def _misfit_at(self, program: Program, stack: Stack, place: places.Place, head: str) -> str | None:
+        """Why this head or the score does not fit the stream at one place, or None."""
+        here = places.boundary(stack, place)
+        if head == "classifier" and (wrong := _each_misfit(stack, place, shape(_answer(program, stack)))):
+            return wrong
+        if head != "classifier" and not self._fits(stack, here.node):
+            return f"the stream is {_text(here.node)} here and {_text(stack.boundaries[-1].node)} at the readout"
+        return stream_misfit(stream_shape(here), shape(_answer(program, stack))) if self.score in CHEAP else None
+
+    def _detail(self, stack: Stack, place: places.Place, head: str) -> dict[str, Any]:
+        """What a plan says of one exit: options that are left out are not named."""
+        detail = {"stack": stack.label, "at": place, "head": head, "score": self.score, "threshold": self.threshold}
+        if self.candidates is not None:
+            detail["candidates"] = self.candidates
+        if self.per != "position":
+            detail["per"] = self.per
+        if self.rule != "first":
+            detail["rule"] = self.rule
+        return detail
 
     def _misfit(self, program: Program, stack: Stack, head: str) -> str | None:
         """Why this head or these candidates cannot be had in this model, or None."""
@@ -385,17 +384,9 @@ def _batches(program: Program) -> set[str]:
     }
 
 
-
-
-
-
 def default_places(depth: int) -> tuple[int, ...]:
     """Two thirds and five sixths of the depth, where these are blocks before the last."""
     return tuple(sorted({k for k in (ceil(2 * depth / 3), ceil(5 * depth / 6)) if 0 < k < depth}))
-
-
-
-
 
 
 def _text(node: fx.Node) -> str:

@@ -189,40 +189,10 @@ class Looped(Pass):
                 hint="leave start and end out, or choose another mix",
             )
         entry, exit_ = self._cut(program, stack, start, end)
-        if shape(entry) != shape(exit_) or value(entry).dtype != value(exit_).dtype:
-            plan.skips.append(
-                Skip(
-                    address,
-                    Reason.WIDTH_CHANGES,
-                    f"the stream is {list(value(entry).shape)} before and {list(value(exit_).shape)} after",
-                )
-            )
-            return
-        loop = span_of(program.graph, entry, exit_, cache_nodes(program))
-        if self.runtime and loop.caches:
-            plan.skips.append(Skip(address, Reason.UNSUPPORTED, runtime.CACHE))
-            return
         heard = restart.listeners(stack, start, end) if self.mix == "restart" else []
-        if self.mix == "restart" and (
-            not heard or _axis(stack, entry) != -1 or stack.boundaries[0].carrier.kind != "plain"
-        ):
-            text = "mix=restart needs branches that read one plain stream with its features last"
-            plan.skips.append(Skip(address, Reason.UNSUPPORTED, text))
-            return
-        leaks = loop.leaks
-        if self.cache == "last" and (state := next((n for n in loop.caches if not grows(program, n)), None)):
-            plan.skips.append(
-                Skip(
-                    address, Reason.UNSUPPORTED, f"cache=last: `{state.name}` is a state, and every pass needs its own"
-                )
-            )
-            return
-        if leaks:
-            plan.skips.append(
-                Skip(
-                    address, Reason.LEAK, f"`{leaks[0].name}` is used after the window: a loop carries the stream only"
-                )
-            )
+        refused = self._refusal(program, stack, entry, exit_, heard)
+        if refused is not None:
+            plan.skips.append(Skip(address, *refused))
             return
         plan.notes += sink_notes(jumps, stack, start, end) if self.mix.startswith("input") or self.mix == "full" else []
         plan.notes += outside_notes(stack, start, end)
@@ -239,15 +209,40 @@ class Looped(Pass):
             **({"runtime": True} if self.runtime else {}),
         }
         plan.sites.append(Site(address, "window", detail))
-        width = int(value(entry).shape[_axis(stack, entry)])
-        made = form(self.mix, scalar=self.scalar, width=width, steps=self.steps).parameters
-        made |= {f"{n}.{k}": t for n in range(len(heard)) for k, t in restart.start(width, n).items()}
-        new = sum(t.numel() for t in made.values()) if self.steps > 1 else 0
         so_far = plan.estimate or {"extra block applications": 0, "new parameters": 0}
+        new = self._new_parameters(stack, entry, len(heard))
         plan.estimate = {
             "extra block applications": so_far["extra block applications"] + (self.steps - 1) * (end - start),
             "new parameters": so_far["new parameters"] + new,
         }
+
+    def _refusal(
+        self, program: Program, stack: Stack, entry: fx.Node, exit_: fx.Node, heard: list[restart.Listener]
+    ) -> tuple[Reason, str] | None:
+        """Why this window cannot be looped with these options, or None."""
+        if shape(entry) != shape(exit_) or value(entry).dtype != value(exit_).dtype:
+            text = f"the stream is {list(value(entry).shape)} before and {list(value(exit_).shape)} after"
+            return Reason.WIDTH_CHANGES, text
+        loop = span_of(program.graph, entry, exit_, cache_nodes(program))
+        if self.runtime and loop.caches:
+            return Reason.UNSUPPORTED, runtime.CACHE
+        plain = stack.boundaries[0].carrier.kind == "plain"
+        if self.mix == "restart" and (not heard or _axis(stack, entry) != -1 or not plain):
+            return Reason.UNSUPPORTED, "mix=restart needs branches that read one plain stream with its features last"
+        if self.cache == "last" and (state := next((n for n in loop.caches if not grows(program, n)), None)):
+            text = f"cache=last: `{state.name}` is a state, and every pass needs its own"
+            return Reason.UNSUPPORTED, text
+        if loop.leaks:
+            text = f"`{loop.leaks[0].name}` is used after the window: a loop carries the stream only"
+            return Reason.LEAK, text
+        return None
+
+    def _new_parameters(self, stack: Stack, entry: fx.Node, heard: int) -> int:
+        """Number of parameters that a window with so many branches that hear adds."""
+        width = int(value(entry).shape[_axis(stack, entry)])
+        made = dict(form(self.mix, scalar=self.scalar, width=width, steps=self.steps).parameters)
+        made |= {f"{n}.{k}": t for n in range(heard) for k, t in restart.start(width, n).items()}
+        return sum(t.numel() for t in made.values()) if self.steps > 1 else 0
 
     def _cut(self, program: Program, stack: Stack, start: int, end: int) -> tuple[fx.Node, fx.Node]:
         """The stream before and after the window; of the whole stack, behind the model's final norm."""

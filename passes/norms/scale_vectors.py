@@ -184,9 +184,13 @@ def gains(program: Program) -> list[fx.Node]:
     found = []
     names = {n for n, _ in program.named_parameters(remove_duplicate=False)} - set(program.origin)
     for node in program.graph.nodes:
-        if node.op == "get_attr" and node.target in names and value(node).dim() == 1 and value(node).shape[0] > 1:
-            if any(_norms_with(node, user) for user in node.users):
-                found.append(node)
+        if node.op != "get_attr" or node.target not in names:
+            continue
+        held = value(node)
+        if held is None or held.dim() != 1 or held.shape[0] <= 1:
+            continue
+        if any(_norms_with(node, user) for user in node.users):
+            found.append(node)
     return found
 
 

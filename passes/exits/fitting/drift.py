@@ -11,6 +11,7 @@ Source: Shen and Zou 2026, arXiv 2604.18396; docs/sources.md, river.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -73,7 +74,7 @@ def drift(program: Program, batches: Batches, *, skip: int = 0) -> Drift:
     total, positions = torch.zeros(len(layout.boundaries) - 1, dtype=torch.float64), 0
     for flat in batches:
         streams = [kept(s, skip) for s in read(program.signature.complete(flat))]
-        turned = [cosine(one, other).double() for one, other in zip(streams, streams[1:], strict=False)]
+        turned = [cosine(one, other).double() for one, other in pairwise(streams)]
         total += torch.stack([t.sum() for t in turned])
         positions += turned[0].numel()
     if not positions:

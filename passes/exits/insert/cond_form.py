@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -50,11 +51,9 @@ def refusal(program: Program, stack: Stack, answer: fx.Node, places: Sequence[in
                     f"kv=propagate holds the stream, whose shape changes behind block {where}: leave kv out, there is no cache")  # fmt: skip
     others = [o for o in program.graph.output_node().args[0] if o is not answer and o not in stored and o not in caches]
     for output in others:
-        if isinstance(output, fx.Node) and flow.reaches(nodes[first], output) and not flow.reaches(answer, output):
-            if "taps" not in _purpose(program, output):
-                return Skip(
-                    stack.label, Reason.LEAK, f"the output `{output.name}` needs the blocks that would be skipped"
-                )
+        needed = isinstance(output, fx.Node) and flow.reaches(nodes[first], output) and not flow.reaches(answer, output)
+        if needed and "taps" not in _purpose(program, output):
+            return Skip(stack.label, Reason.LEAK, f"the output `{output.name}` needs the blocks that would be skipped")
     taps = dict(zip(program.graph.output_node().args[0][len(program.output_names) :], program.taps, strict=True))
     for segment in _segments(stack, places):
         start, end = nodes[segment.start], nodes[segment.end] if segment.end < len(nodes) else answer
@@ -75,7 +74,7 @@ def refusal(program: Program, stack: Stack, answer: fx.Node, places: Sequence[in
 def _reshaped(stack: Stack, first: int) -> int | None:
     """Number of blocks before the first change of the stream's shape behind a boundary, but at the end."""
     held = stack.boundaries[first:-1]
-    return next((b.index for a, b in zip(held, held[1:], strict=False) if shape(a.node) != shape(b.node)), None)
+    return next((b.index for a, b in pairwise(held) if shape(a.node) != shape(b.node)), None)
 
 
 def _purpose(program: Program, output: fx.Node) -> str:

@@ -109,7 +109,7 @@ class EncoderExits:
         found = sites.stack(stack) if stack is not None else next(iter(sites.stacks), None)
         self.places = sorted(set(at or ()))
         if found is None or not self.places or not all(0 < k < found.depth for k in self.places):
-            raise UsageError(f"no exits at {list(at or ())} in stack {stack or found and found.label}", where="at",
+            raise UsageError(f"no exits at {list(at or ())} in stack {stack or (found and found.label)}", where="at",
                              hint="at=[...] with 0 < at < depth; stacks: " + ", ".join(s.label for s in sites.stacks))  # fmt: skip
         if exits is not None and exits.details[0]["stack"] != found.label:
             exits = None  # of another stack, and so is what their numbers say
