@@ -44,6 +44,7 @@ class Skipping(Pass):
     def plan(self, program: Program) -> PassPlan:
         """One site an exit of the last ``exits``."""
         plan = self.new_plan(sites=[])
+        assert plan.sites is not None
         if not runs_of(program.history, NAME):
             plan.skips.append(Skip("model", Reason.NO_READOUT, "there are no exits; rewrite with `exits` first"))
             return plan

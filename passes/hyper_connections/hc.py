@@ -119,6 +119,7 @@ class HyperConnections(Pass):
     def plan(self, program: Program) -> PassPlan:
         """One site a residual; whole stacks are skipped where the stream does not act row by row."""
         plan = self.new_plan(sites=[])
+        assert plan.sites is not None
         sites = find(program)
         flow = Dataflow(program.graph)
         stacks = [s for s in sites.stacks if self.stack in (None, s.label)]

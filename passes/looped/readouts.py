@@ -6,6 +6,8 @@ in the caches of the blocks behind the window.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from hcx.rewrite.edit.editor import Editor
@@ -36,7 +38,7 @@ def stacked(*gates: torch.Tensor) -> torch.Tensor:
 
 
 def add_readouts(
-    program: Program, editor: Editor, stack: Stack, states: list[fx.Node], detail: dict, label: str
+    program: Program, editor: Editor, stack: Stack, states: list[fx.Node], detail: dict[str, Any], label: str
 ) -> None:
     """Tap the logits, state and gate of every iteration.
 

@@ -46,6 +46,7 @@ class Unloop(Pass):
     def plan(self, program: Program) -> PassPlan:
         """One site a window that is looped now, the last one first."""
         plan = self.new_plan(sites=[])
+        assert plan.sites is not None
         copied = 0
         # the last one that was made first: it may lie in a pass of an earlier one, or hold passes of it
         for mark in sorted(reversed(windows(program)), key=lambda m: -made(m.key)):

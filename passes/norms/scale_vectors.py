@@ -23,6 +23,7 @@ from hcx.rewrite.sites.weights import WeightUse, find_weights
 from torch import fx
 
 from .roles import SCALE
+from .traced import traced
 
 MATRICES = ("linear", "addmm", "matmul")
 NORMS = ("layer_norm", "native_layer_norm", "rms_norm")
@@ -55,12 +56,13 @@ class ScaleVectors(Pass):
     def plan(self, program: Program) -> PassPlan:
         """One site a matrix, or a gain."""
         plan = self.new_plan(sites=[])
+        assert plan.sites is not None
         if self.form == "direction":
             for node in gains(program):
                 if node.target not in program.stored and not program.tensor(node.target).any():
                     plan.skips.append(Skip(node.target, Reason.UNSUPPORTED, "a gain of zeros has no direction"))
                 else:
-                    plan.sites.append(Site(node.target, "weight", {"size": int(value(node).shape[0])}))
+                    plan.sites.append(Site(node.target, "weight", {"size": int(traced(node).shape[0])}))
             return plan
         selection = select(program, self.target, MATRICES, axes=2)
         readers: dict[fx.Node, set[str]] = {}
@@ -104,7 +106,7 @@ class ScaleVectors(Pass):
             else:
                 with editor.before(use.node, role=SCALE, site=use.address):
                     scaled = editor.inline(torch.mul, use.input, scale)
-                editor.redirect(use.input, scaled, only=lambda user, use=use: user is use.node)
+                editor.redirect(use.input, scaled, only={use.node}.__contains__)
 
     @staticmethod
     def _direction(program: Program, editor: Editor, node: fx.Node) -> None:
@@ -171,7 +173,7 @@ def _biases(uses: list[WeightUse]) -> list[str] | None:
     for use in uses:
         place = {"linear": 2, "addmm": 0}.get(op_name(use.node))
         bias: Any = use.node.args[place] if place is not None and len(use.node.args) > place else None
-        if bias is not None and (bias.op != "get_attr" or value(bias).dim() != 1):
+        if bias is not None and (bias.op != "get_attr" or traced(bias).dim() != 1):
             return None
         if bias is not None:
             found[bias.target] = None

@@ -18,9 +18,9 @@ import torch
 from hcx.passes.exits.applied import applied
 from hcx.passes.exits.insert.inserted import NEVER
 from hcx.passes.exits.insert.scores import cosine
+from hcx.passes.exits.insert.traced import sizes
 from hcx.passes.exits.run.split import layout_of
 from hcx.rewrite.errors import UsageError
-from hcx.rewrite.ir.dataflow import shape
 from hcx.rewrite.ir.program import Program
 from hcx.rewrite.run.reading import reader
 
@@ -65,8 +65,8 @@ def drift(program: Program, batches: Batches, *, skip: int = 0) -> Drift:
     applied(program)
     layout = layout_of(program)
     nodes = {n.name: n for n in layout.graph.nodes}
-    wanted = shape(nodes[layout.answer[0]])[:-1]
-    if other := [b for b in layout.boundaries if shape(nodes[b])[:-1] != wanted]:
+    wanted = sizes(nodes[layout.answer[0]])[:-1]
+    if other := [b for b in layout.boundaries if sizes(nodes[b])[:-1] != wanted]:
         raise UsageError(
             f"the stream at `{other[0]}` has no vector for each position of the answer", where=program.signature.model
         )

@@ -31,6 +31,7 @@ from torch import fx
 
 from .roles import HOLD, PROPAGATE, SELECT, SKIP
 from .selection import depth_of, select
+from .traced import traced
 
 
 def refusal(program: Program, stack: Stack, answer: fx.Node, places: Sequence[int], kv: str | None) -> Skip | None:
@@ -201,7 +202,7 @@ def _asked_heads(program: Program, stack: Stack, editor: Editor, entries: Sequen
         known = set(program.graph.nodes)
         with editor.after(max(entry.logits, entry.fire), role=SKIP):
             quiet = editor.inline(nobody, entry.fire)
-            val = value(entry.logits)
+            val = traced(entry.logits)
             sizes = [editor.size(s) for s in val.shape]
             unasked = editor.call(torch.ops.aten.full.default, sizes, float("nan"), dtype=val.dtype, device=val.device)
         made = {n for n in program.graph.nodes if n not in known and n.op == "call_function"}
@@ -307,8 +308,8 @@ def _ancestors(flow: Dataflow, ends: list[fx.Node]) -> set[fx.Node]:
 
 def _stand_in(editor: Editor, stream: fx.Node, later: fx.Node) -> fx.Node:
     """What a branch that skips returns as the stream: nobody reads it, but it has the later one's shape."""
-    if shape(stream) == shape(later) and value(stream).dtype == value(later).dtype:
+    if shape(stream) == shape(later) and traced(stream).dtype == traced(later).dtype:
         return stream
-    val = value(later)
+    val = traced(later)
     sizes = [editor.size(s) for s in val.shape]
     return editor.call(torch.ops.aten.zeros.default, sizes, dtype=val.dtype, device=val.device)

@@ -18,6 +18,7 @@ from hcx.rewrite.sites.views import Stack
 from torch import fx
 
 from .roles import HEAD
+from .traced import traced
 
 OWN_CACHE = "keeps keys and values of its own, which a step that leaves earlier or skips it would owe"
 """Why ``head=block`` of a model with a cache is only for the select form as a whole."""
@@ -159,7 +160,7 @@ def restricted_readout(
     """
     flow = Dataflow(program.graph)
     head = _head_of(flow, readout)
-    rows = editor.buffer("candidates", torch.arange(count, device=value(head).device))
+    rows = editor.buffer("candidates", torch.arange(count, device=traced(head).device))
     mapping = dict(mapping)
     for operand in head.args[1:3]:
         if isinstance(operand, fx.Node):
