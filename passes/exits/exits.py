@@ -264,6 +264,7 @@ class Exits(Pass):
         assert logits is not None
         first = plan.sites[0].detail
         valid = find_valid(program, logits) if first.get("per") == "sequence" else None
+        assert not isinstance(valid, str)  # a misfit in the plan
         exits: list[Inserted] = []
         for site in plan.sites:
             earlier = exits[-1] if exits else None

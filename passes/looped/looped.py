@@ -272,7 +272,7 @@ class Looped(Pass):
         detail = site.detail
         loop = span_of(program.graph, entry, exit_, cache_nodes(program))
         readers = set(exit_.users)
-        output_nodes = set(program.graph.output_node().args[0])
+        output_nodes = set(program.graph.output_node().all_input_nodes)
         ways = _form(stack, entry, detail)
         like: dict[str, Any] = {"dtype": traced(entry).dtype, "device": traced(entry).device}
         label = f"{number}." if number else ""

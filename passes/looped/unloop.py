@@ -142,7 +142,7 @@ def _separate(program: Program, editor: Editor, mark: Mark) -> None:
 
     def made(node: fx.Node, iteration: int) -> fx.Node:
         if node.op == "get_attr":
-            values = parameters.get(node.target)
+            values = parameters.get(str(node.target))
             return node if values is None else editor.parameter(f"{node.target}~{iteration}", values.detach().clone())
         mapping = {o: of(o, iteration) for o in node.all_input_nodes}
         if all(o is n for o, n in mapping.items()):

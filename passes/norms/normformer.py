@@ -159,10 +159,10 @@ def heads_of(branch: Branch) -> fx.Node | None:
         if "attention" in op_name(node):
             found = node
         elif op_name(node) in ("softmax", "_softmax"):
-            while node is not None and found is None:
-                user = next((u for u in node.users if op_name(u) == "matmul" or is_identity(u)), None)
-                found = user if op_name(user) == "matmul" else None
-                node = user
+            reader: fx.Node | None = node
+            while reader is not None and found is None:
+                reader = next((u for u in reader.users if op_name(u) == "matmul" or is_identity(u)), None)
+                found = reader if op_name(reader) == "matmul" else None
         if found is not None and (held := value(found)) is not None and held.dim() == 4:
             return found if isinstance(held.shape[1], int) else None
     return None

@@ -59,10 +59,11 @@ class ScaleVectors(Pass):
         assert plan.sites is not None
         if self.form == "direction":
             for node in gains(program):
-                if node.target not in program.stored and not program.tensor(node.target).any():
-                    plan.skips.append(Skip(node.target, Reason.UNSUPPORTED, "a gain of zeros has no direction"))
+                name = str(node.target)
+                if name not in program.stored and not program.tensor(name).any():
+                    plan.skips.append(Skip(name, Reason.UNSUPPORTED, "a gain of zeros has no direction"))
                 else:
-                    plan.sites.append(Site(node.target, "weight", {"size": int(traced(node).shape[0])}))
+                    plan.sites.append(Site(name, "weight", {"size": int(traced(node).shape[0])}))
             return plan
         selection = select(program, self.target, MATRICES, axes=2)
         readers: dict[fx.Node, set[str]] = {}
@@ -110,8 +111,8 @@ class ScaleVectors(Pass):
 
     @staticmethod
     def _direction(program: Program, editor: Editor, node: fx.Node) -> None:
-        gain = program.read(node.target).detach()
-        wide = gain.to(program.home(node.target), torch.float64 if gain.dtype == torch.float64 else torch.float32)
+        gain = program.read(str(node.target)).detach()
+        wide = gain.to(program.home(str(node.target)), torch.float64 if gain.dtype == torch.float64 else torch.float32)
         size = editor.parameter(f"{node.target}.size", wide.double().norm().reshape(1).to(wide.dtype))
         direction = editor.parameter(f"{node.target}.direction", wide.clone())
         readers = set(node.users)
@@ -206,4 +207,6 @@ def _norms_with(gain: fx.Node, user: fx.Node) -> bool:
     other = next((a for a in user.args[:2] if a is not gain), None)
     while isinstance(other, fx.Node) and op_name(other) in ("to", "_to_copy"):
         other = other.args[0]
-    return op_name(other) == "mul" and any(op_name(a) == "rsqrt" for a in other.args[:2])
+    if not isinstance(other, fx.Node) or op_name(other) != "mul":
+        return False
+    return any(op_name(a) == "rsqrt" for a in other.args[:2])

@@ -148,9 +148,9 @@ def dequantised(program: Program) -> dict[str, torch.Tensor]:
     """
     fake_mode_of(program)
     dtypes = {
-        (tag.get("pass"), tag.get("site")): value(node).dtype
+        (tag.get("pass"), tag.get("site")): held.dtype
         for node in program.graph.nodes
-        if (tag := hcx_tag(node)) and value(node) is not None
+        if (tag := hcx_tag(node)) and (held := value(node)) is not None
     }
     found: dict[str, torch.Tensor] = {}
     for number, entry in enumerate(runs_of(program.history, Quantize.name)):
@@ -208,9 +208,10 @@ def _rows(layout: Layout, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
     """Only the rows that indices ask for."""
 
     def rows(ids: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
-        *parts, constants = _split(layout, tensors)
-        taken = [None if p is None else torch.nn.functional.embedding(ids, p) for p in parts]
-        return dequantise_rows(layout, *taken, constants).to(dtype)
+        codes, scales, zeros, constants = _split(layout, tensors)
+        codes, scales = (torch.nn.functional.embedding(ids, p) for p in (codes, scales))
+        zeros = None if zeros is None else torch.nn.functional.embedding(ids, zeros)
+        return dequantise_rows(layout, codes, scales, zeros, constants).to(dtype)
 
     return rows
 

@@ -29,12 +29,13 @@ from hcx.rewrite.sites.finder import cache_nodes
 from hcx.rewrite.sites.views import Stack
 from torch import fx
 
+from .places import Place
 from .roles import HOLD, PROPAGATE, SELECT, SKIP
 from .selection import depth_of, select
 from .traced import traced
 
 
-def refusal(program: Program, stack: Stack, answer: fx.Node, places: Sequence[int], kv: str | None) -> Skip | None:
+def refusal(program: Program, stack: Stack, answer: fx.Node, places: Sequence[Place], kv: str | None) -> Skip | None:
     """Why blocks of this stack cannot be skipped, or None."""
     if any(isinstance(k, str) for k in places):
         return Skip(stack.label, Reason.UNSUPPORTED, "branches skip blocks behind the last pass of a loop, not within")
