@@ -12,7 +12,7 @@ from hcx.rewrite.run.reading import sink_jumps, stream_rms
 from hcx.rewrite.sites.views import Stack
 from torch import fx
 
-from .traced import traced
+from .traced import results, traced
 from .uses import period_of
 
 
@@ -79,7 +79,7 @@ def after_norm(program: Program, end: fx.Node) -> fx.Node:
     """The end of a stack behind the model's final norm: the last value on every way to an output that still has the
     stream's shape, before a weight is contracted with it."""
     flow = Dataflow(program.graph)
-    answer = next((o for o in program.graph.output_node().args[0] if o is not end and flow.reaches(end, o)), end)
+    answer = next((o for o in results(program.graph) if o is not end and flow.reaches(end, o)), end)
     found = end
     for node in flow.cut_vertices(end, answer)[1:]:
         if flow.carries_weight(node):

@@ -32,7 +32,7 @@ from torch import fx
 from .places import Place
 from .roles import HOLD, PROPAGATE, SELECT, SKIP
 from .selection import depth_of, select
-from .traced import traced
+from .traced import results, traced
 
 
 def refusal(program: Program, stack: Stack, answer: fx.Node, places: Sequence[Place], kv: str | None) -> Skip | None:
@@ -51,12 +51,12 @@ def refusal(program: Program, stack: Stack, answer: fx.Node, places: Sequence[Pl
     if kv is not None and not stored and (where := _reshaped(stack, first)):
         return Skip(stack.label, Reason.UNSUPPORTED,
                     f"kv=propagate holds the stream, whose shape changes behind block {where}: leave kv out, there is no cache")  # fmt: skip
-    others = [o for o in program.graph.output_node().args[0] if o is not answer and o not in stored and o not in caches]
+    others = [o for o in results(program.graph) if o is not answer and o not in stored and o not in caches]
     for output in others:
         needed = isinstance(output, fx.Node) and flow.reaches(nodes[first], output) and not flow.reaches(answer, output)
         if needed and "taps" not in _purpose(program, output):
             return Skip(stack.label, Reason.LEAK, f"the output `{output.name}` needs the blocks that would be skipped")
-    taps = dict(zip(program.graph.output_node().args[0][len(program.output_names) :], program.taps, strict=True))
+    taps = dict(zip(results(program.graph)[len(program.output_names) :], program.taps, strict=True))
     for segment in _segments(stack, places):
         start, end = nodes[segment.start], nodes[segment.end] if segment.end < len(nodes) else answer
         inside = _between(flow, start, [end, *stored])
@@ -80,13 +80,13 @@ def _reshaped(stack: Stack, first: int) -> int | None:
 
 
 def _purpose(program: Program, output: fx.Node) -> str:
-    flat = program.graph.output_node().args[0]
+    flat = results(program.graph)
     return "taps" if output not in flat[: len(program.output_names)] else "output"
 
 
 def _stored(program: Program) -> list[fx.Node]:
     """Outputs that are the cache after this call."""
-    flat = program.graph.output_node().args[0]
+    flat = results(program.graph)
     return [n for n, name in zip(flat, program.output_names, strict=False) if name.startswith("present.")]
 
 
@@ -151,7 +151,7 @@ def insert(
     program: Program,
     stack: Stack,
     editor: Editor,
-    entries: Sequence,
+    entries: Sequence[Any],
     answer: fx.Node,
     readers: set[fx.Node],
     *,
@@ -191,7 +191,7 @@ def nobody(fire: torch.Tensor) -> torch.Tensor:
     return ~fire.any()
 
 
-def _asked_heads(program: Program, stack: Stack, editor: Editor, entries: Sequence, answer: fx.Node) -> None:
+def _asked_heads(program: Program, stack: Stack, editor: Editor, entries: Sequence[Any], answer: fx.Node) -> None:
     """Run the head of an exit only where somebody leaves there, when its score does not need it: a probe then costs next
     to nothing where nobody leaves."""
     flow = Dataflow(program.graph)
@@ -221,7 +221,7 @@ def _makers(node: fx.Node) -> set[fx.Node]:
     return found
 
 
-def _decide(stack: Stack, editor: Editor, entries: Sequence) -> list[_Step]:
+def _decide(stack: Stack, editor: Editor, entries: Sequence[Any]) -> list[_Step]:
     steps: list[_Step] = []
     for entry in entries:
         with editor.after(max(entry.fire, entry.logits, *([steps[-1].done] if steps else [])), role=SELECT):

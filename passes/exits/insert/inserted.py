@@ -18,7 +18,7 @@ from .heads import affine_view, classifier, features, pooled
 from .heads_copied import copied_view, last_part, norm_parameters, own_copies, restricted_readout
 from .roles import HEAD, SELECT
 from .scores import CHAINED, FROM_LOGITS, READ_TWICE, cosine, patience, patience_start
-from .traced import traced
+from .traced import results, traced
 
 NEVER = math.inf
 
@@ -86,7 +86,7 @@ class Inserted:
         self.score = self.editor.inline(sequences.averaged, self.score, self.valid)
 
     def _predict(
-        self, program: Program, stack: Stack, stream: fx.Node, end: fx.Node, answer: fx.Node, detail: dict
+        self, program: Program, stack: Stack, stream: fx.Node, end: fx.Node, answer: fx.Node, detail: dict[str, Any]
     ) -> None:
         editor, head = self.editor, detail["head"]
         self.view = stream
@@ -116,36 +116,41 @@ class Inserted:
     def _scored(self, name: str, stream: fx.Node, before: fx.Node | None, dims: int) -> fx.Node:
         """Insert the score; a stream with more positions than the answer is pooled first."""
         editor, earlier = self.editor, self.earlier
+        made: fx.Node
         if name in FROM_LOGITS:
-            made: fx.Node = editor.inline(FROM_LOGITS[name], self.scored)
+            made = editor.inline(FROM_LOGITS[name], self.scored)
             return made
         if name == "patience":
             if earlier is None:
-                made: fx.Node = editor.inline(patience_start, self.scored)
+                made = editor.inline(patience_start, self.scored)
                 return made
-            made: fx.Node = editor.inline(patience, earlier.scored, self.scored, earlier.score)
+            made = editor.inline(patience, earlier.scored, self.scored, earlier.score)
             return made
         if name == "jei":
-            before_here, entry = [], earlier
+            before_here: list[fx.Node] = []
+            entry = earlier
             while entry is not None:
                 before_here.insert(0, entry.score)
                 entry = entry.earlier
-            made: fx.Node = editor.inline(gates.jei, self.scored, *self._gate(4, math.log(1 / self.count)), *before_here)
+            made = editor.inline(gates.jei, self.scored, *self._gate(4, math.log(1 / self.count)), *before_here)
             return made
         if traced(stream).dim() - 1 > dims:
             stream = editor.inline(pooled, stream)
             before = editor.inline(pooled, before) if before is not None else None
         if name == "cosine":
-            made: fx.Node = editor.inline(cosine, before, stream)
+            assert before is not None  # it is read twice
+            made = editor.inline(cosine, before, stream)
             return made
         if name == "palbert":
-            share = editor.inline(gates.deep, stream, before, *self._layers(features(stream)))
-            return share if earlier is None else editor.inline(gates.joined, share, earlier.score)
+            assert before is not None
+            share: fx.Node = editor.inline(gates.deep, stream, before, *self._layers(features(stream)))
+            made = share if earlier is None else editor.inline(gates.joined, share, earlier.score)
+            return made
         parameters = self._gate(features(stream), 0.0 if name == "probe" else math.log(1 / self.count))
         if name == "probe" or earlier is None:
-            made: fx.Node = editor.inline(gates.probe, stream, *parameters)
+            made = editor.inline(gates.probe, stream, *parameters)
             return made
-        made: fx.Node = editor.inline(gates.cumulated, stream, *parameters, earlier.score)
+        made = editor.inline(gates.cumulated, stream, *parameters, earlier.score)
         return made
 
     def _layers(self, width: int) -> list[fx.Node]:
@@ -169,7 +174,7 @@ def answer_of(graph: fx.Graph, outputs: int, stack: Stack) -> fx.Node | None:
         outputs: how many of the graph's results are outputs; taps come behind them.
     """
     flow, end = Dataflow(graph), stack.boundaries[-1].node
-    for node in graph.output_node().args[0][:outputs]:
+    for node in results(graph)[:outputs]:
         val = value(node)
         if val is None or not val.is_floating_point() or val.dim() < 2 or not flow.reaches(end, node):
             continue

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from hcx.rewrite.ir.dataflow import shape, value
+from torch import fx
 
 
 def traced(node: object) -> torch.Tensor:
@@ -18,3 +21,10 @@ def sizes(node: object) -> tuple[str, ...]:
     found = shape(node)
     assert found is not None, f"{node} holds no tensor"
     return found
+
+
+def results(graph: fx.Graph) -> list[fx.Node]:
+    """The values that a graph returns: outputs first, then taps."""
+    returned = graph.output_node().args[0]
+    assert isinstance(returned, list | tuple)
+    return [cast(fx.Node, node) for node in returned]
