@@ -11,10 +11,11 @@ import itertools
 import math
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 
-_LIBRARY = torch.library.Library("hcx", "FRAGMENT")
+_LIBRARY: Any = torch.library.Library("hcx", "FRAGMENT")
 _LIBRARY.define("stream_head(Tensor streams, Tensor weight, float eps) -> Tensor")
 _LIBRARY.define("sinkhorn(Tensor logits, int steps, bool implicit) -> Tensor")
 _LIBRARY.define("permutation_mix(Tensor logits, int n) -> Tensor")
@@ -69,13 +70,13 @@ class _Implicit(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, logits: torch.Tensor, steps: int) -> torch.Tensor:
+    def forward(ctx: Any, logits: torch.Tensor, steps: int) -> torch.Tensor:
         mixed = _scaled(logits, steps)
         ctx.save_for_backward(mixed)
         return mixed
 
     @staticmethod
-    def backward(ctx, gradient: torch.Tensor):
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         (mixed,) = ctx.saved_tensors
         n = mixed.shape[0]
         p = mixed.movedim((0, 1), (-2, -1)).double()
@@ -129,7 +130,8 @@ def kronecker_mix(logits: torch.Tensor, n: int) -> torch.Tensor:
 
     The first factor stands for the most significant digit of a stream's number.
     """
-    start, mixed = 0, None
+    start = 0
+    mixed: torch.Tensor | None = None
     for factor in kronecker_factors(n):
         count = math.factorial(factor)
         part = permutation_mix(logits[start : start + count], factor)
@@ -139,6 +141,7 @@ def kronecker_mix(logits: torch.Tensor, n: int) -> torch.Tensor:
         else:  # H[(i, k), (j, l)] = U[i, j] V[k, l]
             size = mixed.shape[0] * factor
             mixed = (mixed[:, None, :, None] * part[None, :, None, :]).reshape([size, size, *logits.shape[1:]])
+    assert mixed is not None  # n > 1 has a factor
     return mixed
 
 
@@ -185,10 +188,10 @@ def _one(n: int) -> tuple[float, ...]:
     return (1.0,) + (0.0,) * (n - 1)
 
 
-_TABLES: dict[tuple, torch.Tensor] = {}
+_TABLES: dict[tuple[Any, ...], torch.Tensor] = {}
 
 
-def _table(entries: Callable[[int], tuple], n: int, like: torch.Tensor) -> torch.Tensor:
+def _table(entries: Callable[[int], tuple[Any, ...]], n: int, like: torch.Tensor) -> torch.Tensor:
     """Constant tensor of a table, kept from call to call; made anew while a graph is traced."""
     if type(like) not in (torch.Tensor, torch.nn.Parameter) or torch.compiler.is_compiling():
         return torch.tensor(entries(n), dtype=like.dtype, device=like.device)

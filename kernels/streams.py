@@ -11,10 +11,11 @@ The definitions here are plain torch with autograd; faster kernels may replace t
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import torch
 
-_LIBRARY = torch.library.Library("hcx", "DEF")
+_LIBRARY: Any = torch.library.Library("hcx", "DEF")
 _LIBRARY.define("stream_expand(Tensor value, Tensor weights) -> Tensor")
 _LIBRARY.define("stream_read(Tensor streams, Tensor weights) -> Tensor")
 _LIBRARY.define("stream_write(Tensor streams, Tensor update, Tensor mix, Tensor weights) -> Tensor")
@@ -61,8 +62,8 @@ def write(streams: torch.Tensor, update: torch.Tensor, mix: torch.Tensor, weight
     if _at_once(precise):
         return torch.addcmul((matrix * precise.unsqueeze(0)).sum(1), along, update).to(streams.dtype)
     parts = precise.unbind(0)
-    mixed = [_weighted(row.unbind(0), parts) for row in matrix.unbind(0)]
-    return _written(mixed, along, update).to(streams.dtype)
+    rows = [_weighted(row.unbind(0), parts) for row in matrix.unbind(0)]
+    return _written(rows, along, update).to(streams.dtype)
 
 
 def blend(streams: torch.Tensor, update: torch.Tensor, mix: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -18,12 +18,12 @@ _HOME = {
 __all__ = sorted(_HOME)
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> type:
     """Import on first use."""
     if name not in _HOME:
         raise AttributeError(f"module 'hcx.passes' has no attribute {name!r}")
     import importlib
 
-    value = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    value: type = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
     globals()[name] = value
     return value

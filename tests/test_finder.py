@@ -16,8 +16,8 @@ from tests.conftest import tiny_llama, token_ids
 from tests.zoo import ZOO, available, build, traced
 
 LIKE = {
-    **dict.fromkeys(["qwen3", "granite", "olmo", "starcoder2", "phi3"], ["llama"]),
-    **dict.fromkeys(["gptj", "phi", "falcon"], ["gpt_neox", "cohere"]),  # parallel branches
+    **dict.fromkeys(["qwen3", "granite", "olmo", "starcoder2", "phi3"], ("llama",)),
+    **dict.fromkeys(["gptj", "phi", "falcon"], ("gpt_neox", "cohere")),  # parallel branches
     "qwen3_moe": ["mixtral"],
     "gemma3": ["gemma2", "gemma3_mixed"],
     "mamba": ["mamba2", "jamba"],

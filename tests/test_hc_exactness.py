@@ -98,7 +98,7 @@ def inits_of(name: str, mixer: str) -> list[str]:
 
 def quick(name: str, mixer: str) -> bool:
     """One mixer on every net; another one on parallel branches, a post-norm stream and two stacks."""
-    return mixer == "hc" or mixer in QUICK and name in ("gpt_neox", "bert", "t5")
+    return mixer == "hc" or (mixer in QUICK and name in ("gpt_neox", "bert", "t5"))
 
 
 CASES = [

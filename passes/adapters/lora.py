@@ -17,14 +17,18 @@ from hcx.rewrite.ir.tags import Part, Role, hcx_tag
 from hcx.rewrite.pipeline.contracts import Contract, Exact
 from hcx.rewrite.pipeline.passbase import Pass
 from hcx.rewrite.pipeline.plan import PassPlan, Reason, Site, Skip
-from hcx.rewrite.sites.weight_targets import base_count, require_finite, select
+from hcx.rewrite.sites.weight_targets import Selection, base_count, require_finite, select
 from hcx.rewrite.sites.weights import WeightUse, find_weights
+from torch import fx
 
 from . import lowrank
 
 MATRICES = ("linear", "addmm", "matmul", "einsum")
 OTHERS = ("conv", "experts")
 BESIDE = ("linear", "addmm", "matmul", "embedding")
+
+Window = tuple[int, int] | None
+"""The part of an axis that an op reads, or None for all of it."""
 
 
 ADAPTER = Role("lora", Part.INSIDE)
@@ -83,6 +87,7 @@ class Lora(Pass):
             raise UsageError("lora{per_iteration=true}: nothing in this model is repeated by `looped`",
                              where="per_iteration", hint="leave it out, or put `looped` before lora")  # fmt: skip
         plan = self.new_plan(sites=[])
+        assert plan.sites is not None
         selection = select(program, self.target, MATRICES, axes=2)
         if not selection.chosen:
             selection = select(program, self.target, OTHERS)
@@ -97,11 +102,17 @@ class Lora(Pass):
                 plan.skips.append(Skip(name, Reason.UNSUPPORTED, "the passes of the loop read one view of the weight"))
                 continue
             if form == "weight" and self.dropout:
-                detail = f"dropout needs the activation, and {uses[0].kind} takes the update into the weight"
-                plan.skips.append(Skip(name, Reason.UNSUPPORTED, detail))
+                why = f"dropout needs the activation, and {uses[0].kind} takes the update into the weight"
+                plan.skips.append(Skip(name, Reason.UNSUPPORTED, why))
                 continue
             a, b = _shapes(program, uses[0], self.rank)
-            detail = {"kind": uses[0].kind, "form": form, "rank": self.rank, "scale": scale, "uses": len(uses)}
+            detail: dict[str, Any] = {
+                "kind": uses[0].kind,
+                "form": form,
+                "rank": self.rank,
+                "scale": scale,
+                "uses": len(uses),
+            }
             detail["axes"] = list(_order(uses[0]))
             plan.sites.append(Site(name, "weight", {**detail, "in": a[-1], "out": b[-2]}))
         self._describe(program, plan, selection, groups)
@@ -116,7 +127,7 @@ class Lora(Pass):
         return groups
 
     @staticmethod
-    def _describe(program: Program, plan: PassPlan, selection, groups: dict[str, list[WeightUse]]) -> None:
+    def _describe(program: Program, plan: PassPlan, selection: Selection, groups: dict[str, list[WeightUse]]) -> None:
         if not selection.chosen:
             plan.skips.append(Skip("model", Reason.NOT_SELECTED, "no matrix inside a residual branch; give target"))
         plan.notes += selection.notes()
@@ -148,7 +159,9 @@ class Lora(Pass):
             if detail["form"] == "weight":
                 _inside(editor, groups[name], *factors[name], detail["scale"])
 
-    def _factors(self, program: Program, editor: Editor, use: WeightUse, detail: dict[str, Any], site: str):
+    def _factors(
+        self, program: Program, editor: Editor, use: WeightUse, detail: dict[str, Any], site: str
+    ) -> tuple[fx.Node, fx.Node]:
         weight = program.tensor(use.name)
         name, mark, iteration = site.partition("~")
         stem = name.removesuffix(".weight") + mark + iteration
@@ -157,11 +170,11 @@ class Lora(Pass):
             a, b = torch.zeros(shapes[0]), lowrank.initial_embedding_b(shapes[1], use.name)
         else:
             a, b = lowrank.initial_a(shapes[0], self.init, use.name), torch.zeros(shapes[1])
-        return tuple(
-            editor.parameter(f"{stem}.{n}", t.to(program.home(use.name), weight.dtype)) for n, t in (("A", a), ("B", b))
-        )
+        home = program.home(use.name)
+        first = editor.parameter(f"{stem}.A", a.to(home, weight.dtype))
+        return first, editor.parameter(f"{stem}.B", b.to(home, weight.dtype))
 
-    def _beside(self, editor: Editor, use: WeightUse, a, b, scale: float) -> None:
+    def _beside(self, editor: Editor, use: WeightUse, a: fx.Node, b: fx.Node, scale: float) -> None:
         windows = use.window(use.in_axes[0]), use.window(use.out_axis)
         adapted = _adapted(use.kind == "embedding", use.left, scale * use.factor, self.dropout, *windows)
         readers = set(use.node.users)
@@ -193,8 +206,13 @@ class Lora(Pass):
 def _form(uses: list[WeightUse]) -> str:
     """``beside`` the op where every use is a plain matrix product or lookup the same way round, else inside the
     ``weight``."""
-    plain = all(u.kind in BESIDE and len(u.dims) == 2 and value(u.operand).dim() == 2 for u in uses)
+    plain = all(u.kind in BESIDE and len(u.dims) == 2 and _dims(u.operand) == 2 for u in uses)
     return "beside" if plain and len({(u.out_axis, u.in_axes) for u in uses}) == 1 else "weight"
+
+
+def _dims(node: fx.Node) -> int | None:
+    found = value(node)
+    return None if found is None else found.dim()
 
 
 def _order(use: WeightUse) -> tuple[int, ...]:
@@ -214,7 +232,9 @@ def _count(program: Program, use: WeightUse, detail: dict[str, Any]) -> int:
 
 
 @cache
-def _adapted(lookup: bool, left: bool, scale: float, dropout: float, read, written) -> Callable:
+def _adapted(
+    lookup: bool, left: bool, scale: float, dropout: float, read: Window, written: Window
+) -> Callable[..., torch.Tensor]:
     """The equation of one use as a function of the op's result, its input and the factors."""
 
     def adapted(y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -226,7 +246,7 @@ def _adapted(lookup: bool, left: bool, scale: float, dropout: float, read, writt
     return adapted
 
 
-def _narrowed(tensor: torch.Tensor, axis: int, window: tuple[int, int] | None) -> torch.Tensor:
+def _narrowed(tensor: torch.Tensor, axis: int, window: Window) -> torch.Tensor:
     """The rows or columns of a factor that belong to the part of the weight that is used."""
     if window is None or window == (0, tensor.shape[axis]):
         return tensor
@@ -234,11 +254,11 @@ def _narrowed(tensor: torch.Tensor, axis: int, window: tuple[int, int] | None) -
 
 
 @cache
-def _updated(scale: float, order: tuple[int, ...]) -> Callable:
+def _updated(scale: float, order: tuple[int, ...]) -> Callable[..., torch.Tensor]:
     return lambda w, a, b: lowrank.updated_weight(w, a, b, scale, order)
 
 
-def _inside(editor: Editor, uses: list[WeightUse], a, b, scale: float) -> None:
+def _inside(editor: Editor, uses: list[WeightUse], a: fx.Node, b: fx.Node, scale: float) -> None:
     """Let the readers of a weight read the updated one."""
     for source in dict.fromkeys(u.source for u in uses):
         readers = {u.reader for u in uses if u.source is source}

@@ -20,6 +20,7 @@ from torch import fx
 from .insert.inserted import answer_of, is_selection
 from .insert.places import Place, blocks_before, boundary, position, tensor_part
 from .insert.scores import READ_TWICE
+from .insert.traced import results
 
 NAME = "exits"
 
@@ -108,7 +109,7 @@ def applied(program: Program) -> Applied:
     caches = {n.name for n in cache_nodes(program)}
     stack = find_in_graph(plain, {n for n in plain.nodes if n.name in caches}).stack(details[0]["stack"])
     by_name = {n.name: n for n in graph.nodes}
-    taps = dict(zip(program.taps, graph.output_node().args[0][len(program.output_names) :], strict=True))
+    taps = dict(zip(program.taps, results(graph)[len(program.output_names) :], strict=True))
     prefix = tap_prefix(NAME, number)
     places = [d["at"] for d in details]
     *before, depth = blocks_before(stack, places)

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil, isnan
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from hcx.rewrite.edit.editor import Editor
 from hcx.rewrite.errors import UsageError
-from hcx.rewrite.ir.dataflow import shape, value
+from hcx.rewrite.ir.dataflow import shape
 from hcx.rewrite.ir.program import Program
 from hcx.rewrite.pipeline.contracts import Contract, Exact, Structural
 from hcx.rewrite.pipeline.passbase import Pass, tap_prefix
@@ -30,6 +30,7 @@ from .insert.roles import HEAD, SELECT
 from .insert.scores import CHEAP, FOR_SEQUENCES, FROM_LOGITS, SCORES
 from .insert.selection import depth_of, readers_of, select, selects_answer, stream_shape
 from .insert.sequences import RULES, averaged, is_surest, surest
+from .insert.traced import sizes, traced
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,7 @@ class Exits(Pass):
         if self.at is not None and not self.at:
             raise UsageError("exits{at=[]}: no exit", where="at", hint="e.g. at=[20]; left out: two places by depth")
         plan = self.new_plan(sites=[])
+        assert plan.sites is not None
         sites = find(program)
         stack = sites.stack(self.stack)
         if stack is None:
@@ -145,39 +147,44 @@ class Exits(Pass):
             plan.skips.append(Skip(stack.label, Reason.HEAD_SHAPE, misfit))
             return plan
         for k in ordered:
-            node = places.boundary(stack, k).node
-            if head == "classifier" and (wrong := _each_misfit(stack, k, shape(_answer(program, stack)))):
+            wrong = self._misfit_at(program, stack, k, head)
+            if wrong is not None:
                 plan.skips.append(Skip(f"{stack.label}@{k}", Reason.HEAD_SHAPE, wrong))
-                continue
-            if head != "classifier" and not self._fits(stack, node):
-                plan.skips.append(
-                    Skip(
-                        f"{stack.label}@{k}",
-                        Reason.HEAD_SHAPE,
-                        f"the stream is {_text(node)} here and {_text(stack.boundaries[-1].node)} at the readout",
-                    )
-                )
-                continue
-            if self.score in CHEAP and (
-                wrong := stream_misfit(stream_shape(places.boundary(stack, k)), shape(_answer(program, stack)))
-            ):
-                plan.skips.append(Skip(f"{stack.label}@{k}", Reason.HEAD_SHAPE, wrong))
-                continue
-            detail = {"stack": stack.label, "at": k, "head": head, "score": self.score, "threshold": self.threshold}
-            if self.candidates is not None:
-                detail["candidates"] = self.candidates
-            if self.per != "position":
-                detail["per"] = self.per
-            if self.rule != "first":
-                detail["rule"] = self.rule
-            plan.sites.append(Site(f"{stack.label}@{k}", "exit", detail))
+            else:
+                plan.sites.append(Site(f"{stack.label}@{k}", "exit", self._detail(stack, k, head)))
         self._check_form(program, stack, plan)
-        width = value(stack.boundaries[-1].node).shape[-1]
+        width = traced(stack.boundaries[-1].node).shape[-1]
         plan.estimate = {
             "heads": len(plan.sites),
             "new parameters": len(plan.sites) * (int(width) * (int(width) + 1) if head == "affine" else 0),
         }
         return plan
+
+    def _misfit_at(self, program: Program, stack: Stack, place: places.Place, head: str) -> str | None:
+        """Why this head or the score does not fit the stream at one place, or None."""
+        here = places.boundary(stack, place)
+        if head == "classifier" and (wrong := _each_misfit(stack, place, sizes(_answer(program, stack)))):
+            return wrong
+        if head != "classifier" and not self._fits(stack, here.node):
+            return f"the stream is {_text(here.node)} here and {_text(stack.boundaries[-1].node)} at the readout"
+        return stream_misfit(stream_shape(here), sizes(_answer(program, stack))) if self.score in CHEAP else None
+
+    def _detail(self, stack: Stack, place: places.Place, head: str) -> dict[str, Any]:
+        """What a plan says of one exit: options that are left out are not named."""
+        detail: dict[str, Any] = {
+            "stack": stack.label,
+            "at": place,
+            "head": head,
+            "score": self.score,
+            "threshold": self.threshold,
+        }
+        if self.candidates is not None:
+            detail["candidates"] = self.candidates
+        if self.per != "position":
+            detail["per"] = self.per
+        if self.rule != "first":
+            detail["rule"] = self.rule
+        return detail
 
     def _misfit(self, program: Program, stack: Stack, head: str) -> str | None:
         """Why this head or these candidates cannot be had in this model, or None."""
@@ -192,15 +199,16 @@ class Exits(Pass):
                 part = "the stream is carried as several streams"
             if isinstance(part, str):
                 return part
-        end = stack.boundaries[-1]
-        nodes = readout(program, end.node, answer := _answer(program, stack))
+        end, answer = stack.boundaries[-1], _answer(program, stack)
+        assert answer is not None  # else there is a misfit above
+        nodes = readout(program, end.node, answer)
         if head == "norm" and norm_parameters(program, nodes) is None:
             return "the model's readout has no norm with weights between the stream and its head"
         if head == "own" and not any(n.op == "get_attr" for node in nodes for n in node.all_input_nodes):
             return "the model's readout has no weights that an exit could have of its own"
         if self.candidates is None:
             return None
-        return restrictable(program, nodes, int(value(answer).shape[-1]), self.candidates)
+        return restrictable(program, nodes, int(traced(answer).shape[-1]), self.candidates)
 
     def _rows_misfit(self, program: Program, stack: Stack, notes: list[str]) -> str | None:
         """Why a sequence cannot leave as a whole in this model, or None."""
@@ -209,7 +217,8 @@ class Exits(Pass):
         if program.signature.has_cache:
             return "a sequence leaves as a whole, and a step with a cache sees its new tokens alone: trace with cache=False"
         answer = _answer(program, stack)
-        if shape(answer)[0] not in _batches(program):
+        assert answer is not None  # else there is a misfit already
+        if sizes(answer)[0] not in _batches(program):
             return f"the answer {_text(answer)} does not start with the batch, so it is not known what a row is"
         found = find_valid(program, answer, notes)
         return found if isinstance(found, str) else None
@@ -227,7 +236,9 @@ class Exits(Pass):
             plan.skips.append(Skip(stack.label, Reason.UNSUPPORTED, f"head=block {OWN_CACHE}"))
         if self.form == "cond" and plan.sites:
             at = [s.detail["at"] for s in plan.sites]
-            refused = cond_form.refusal(program, stack, _answer(program, stack), at, self.kv)
+            answer = _answer(program, stack)
+            assert answer is not None  # else there is a misfit already
+            refused = cond_form.refusal(program, stack, answer, at, self.kv)
             if refused is not None:
                 plan.sites = []
                 plan.skips.append(refused)
@@ -246,7 +257,7 @@ class Exits(Pass):
     def _fits(stack: Stack, node: fx.Node) -> bool:
         return (
             shape(node) == shape(stack.boundaries[-1].node)
-            and value(node).dtype == value(stack.boundaries[-1].node).dtype
+            and traced(node).dtype == traced(stack.boundaries[-1].node).dtype
         )
 
     def apply(self, program: Program, plan: PassPlan, editor: Editor) -> None:
@@ -254,9 +265,12 @@ class Exits(Pass):
         if not plan.sites:
             return
         stack = find(program).stack(plan.sites[0].detail["stack"])  # once: heads look like blocks
+        assert stack is not None  # the plan is of this graph
         logits = _answer(program, stack)
+        assert logits is not None
         first = plan.sites[0].detail
         valid = find_valid(program, logits) if first.get("per") == "sequence" else None
+        assert not isinstance(valid, str)  # a misfit in the plan
         exits: list[Inserted] = []
         for site in plan.sites:
             earlier = exits[-1] if exits else None
@@ -278,12 +292,14 @@ class Exits(Pass):
             candidates = [e.view for e in exits]
         readers = readers_of(program, stack, answer, answer is not logits)
         with editor.after(max([answer, *(e.fire for e in exits)]), role=SELECT):
-            chosen, depth = answer, None
+            chosen: fx.Node = answer
+            depth: fx.Node | None = None
             *before, full = places.blocks_before(stack, [e.at for e in exits])
             for entry, candidate, count in reversed(list(zip(exits, candidates, before, strict=True))):
                 chosen = editor.inline(select, entry.fire, candidate, chosen)
                 depth = editor.inline(depth_of(count, full), entry.fire, *([depth] if depth is not None else []))
         editor.redirect(answer, chosen, only=readers.__contains__)
+        assert depth is not None  # there is an exit
         self._add_taps(editor, exits, depth)
 
     def _compare(self, editor: Editor, exits: list[Inserted], answer: fx.Node) -> None:
@@ -299,7 +315,7 @@ class Exits(Pass):
                 entry.fire = editor.inline(is_surest, entry.fire, entry.score, best)
         editor.tap(f"{prefix}.score", end)
 
-    def _add_taps(self, editor: Editor, exits: list, depth: fx.Node) -> None:
+    def _add_taps(self, editor: Editor, exits: list[Inserted], depth: fx.Node) -> None:
         prefix = tap_prefix(self.name, editor.number)
         for entry in exits:
             editor.tap(f"{prefix}.{entry.at}.logits", entry.logits)
@@ -308,13 +324,13 @@ class Exits(Pass):
         if exits[-1].valid is not None:
             editor.tap(f"{prefix}.valid", exits[-1].valid)
 
-    def misfit(self, program: Program, detail: dict) -> str | None:
+    def misfit(self, program: Program, detail: dict[str, Any]) -> str | None:
         """An edited place, head, score or threshold that there is none of."""
         stack = find(program).stack(detail.get("stack"))
         if stack is None:
             return f"there is no stack {detail.get('stack')!r}"
         try:
-            places.position(stack, detail.get("at"))
+            places.position(stack, cast(places.Place, detail.get("at")))
         except (UsageError, TypeError):
             return f"`at` is {detail.get('at')!r}, must be 1 to {stack.depth - 1}"
         if detail.get("head") not in HEADS:
@@ -363,7 +379,7 @@ def _misfit(program: Program, stack: Stack, head: str) -> str | None:
     answer = _answer(program, stack)
     if answer is None:
         return "no output can be read as logits: floating, two or more dimensions, two or more classes in the last one"
-    scores = shape(answer)[:-1]
+    scores = sizes(answer)[:-1]
     if head == "classifier" and len(scores) > 2:
         return f"a classifier gives one answer a row or a position, the model gives {_text(answer)}"
     return None
@@ -381,7 +397,7 @@ def _batches(program: Program) -> set[str]:
     """Sizes of this graph that are the number of rows of a call."""
     nodes = [n for n in program.graph.nodes if n.op == "placeholder"]
     return {
-        shape(n)[0] for n, spec in zip(nodes, program.inputs, strict=True) if spec.shape[:1] == ("batch",) and shape(n)
+        sizes(n)[0] for n, spec in zip(nodes, program.inputs, strict=True) if spec.shape[:1] == ("batch",) and shape(n)
     }
 
 
@@ -391,4 +407,4 @@ def default_places(depth: int) -> tuple[int, ...]:
 
 
 def _text(node: fx.Node) -> str:
-    return str([str(s) for s in value(node).shape]).replace("'", "")
+    return str([str(s) for s in traced(node).shape]).replace("'", "")

@@ -23,6 +23,7 @@ from .applied import NAME, Applied, applied, never_leaving, without_taps
 from .insert import cond_form
 from .insert.heads_copied import OWN_CACHE
 from .insert.inserted import NEVER, answer_of, is_selection
+from .insert.places import Place
 from .insert.roles import SELECT
 from .insert.selection import readers_of
 
@@ -44,6 +45,7 @@ class Skipping(Pass):
     def plan(self, program: Program) -> PassPlan:
         """One site an exit of the last ``exits``."""
         plan = self.new_plan(sites=[])
+        assert plan.sites is not None
         if not runs_of(program.history, NAME):
             plan.skips.append(Skip("model", Reason.NO_READOUT, "there are no exits; rewrite with `exits` first"))
             return plan
@@ -58,6 +60,7 @@ class Skipping(Pass):
             return plan
         bare, stack = _bare(program, exits)
         answer = answer_of(bare.graph, len(bare.output_names), stack)
+        assert answer is not None  # it has exits
         refused = cond_form.refusal(bare, stack, answer, exits.places, self.kv)
         if refused is not None:
             plan.skips.append(refused)
@@ -113,7 +116,7 @@ class Skipping(Pass):
 
 @dataclass
 class _Entry:
-    at: int
+    at: Place
     logits: fx.Node
     score: fx.Node
     fire: fx.Node

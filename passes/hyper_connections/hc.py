@@ -8,19 +8,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import sqrt
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from hcx.rewrite.edit.editor import Editor
 from hcx.rewrite.errors import UsageError
-from hcx.rewrite.ir.dataflow import Dataflow, op_name, resolve, value
+from hcx.rewrite.ir.dataflow import Dataflow, op_name, resolve, shape, value
 from hcx.rewrite.ir.program import Program
 from hcx.rewrite.ir.tags import REDUCE
 from hcx.rewrite.pipeline.contracts import Contract, Exact, Rounding
 from hcx.rewrite.pipeline.passbase import Pass
 from hcx.rewrite.pipeline.plan import PassPlan, Reason, Site, Skip
 from hcx.rewrite.sites.finder import find
-from hcx.rewrite.sites.views import Stack
+from hcx.rewrite.sites.views import Residual, Stack
 from torch import fx
 
 from .inits import expand_start, is_power_of_two, reduce_start, site_start
@@ -119,6 +119,7 @@ class HyperConnections(Pass):
     def plan(self, program: Program) -> PassPlan:
         """One site a residual; whole stacks are skipped where the stream does not act row by row."""
         plan = self.new_plan(sites=[])
+        assert plan.sites is not None
         sites = find(program)
         flow = Dataflow(program.graph)
         stacks = [s for s in sites.stacks if self.stack in (None, s.label)]
@@ -151,6 +152,7 @@ class HyperConnections(Pass):
                 detail["reordered"] = True  # (x + a) + b becomes x + (a + b)
             if restrided(link):
                 detail["restrided"] = True  # streams are contiguous, and a convolution sums by the strides of its input
+            assert plan.sites is not None
             plan.sites.append(Site(address, "residual", detail))
 
     def _problem(self, flow: Dataflow, stack: Stack) -> tuple[Reason, str] | None:
@@ -158,10 +160,11 @@ class HyperConnections(Pass):
             return Reason.NO_STREAM, "stages without x + f(x)"
         if stack.boundaries[0].carrier.kind != "plain":
             return Reason.ALREADY, "the stream is carried as several streams already"
-        shapes = {tuple(str(s) for s in value(b.node).shape) for b in stack.boundaries}
+        shapes = {shape(b.node) for b in stack.boundaries}
         if len(shapes) > 1:
             return Reason.WIDTH_CHANGES, "the stream changes its shape on the way"
-        if (MIXERS[self.mixer].channels_last_only or self.dynamic) and value(stack.boundaries[0].node).dim() >= 4:
+        last_only = MIXERS[self.mixer].channels_last_only or self.dynamic
+        if last_only and len(shape(stack.boundaries[0].node) or ()) >= 4:
             return Reason.UNSUPPORTED, f"{self.mixer} needs features in the last dimension; use mixer=hc, not dynamic"
         found = [*links(flow, stack), tail(flow, stack)]
         for link in found:
@@ -178,6 +181,7 @@ class HyperConnections(Pass):
         sites = find(program)  # once: labels of stacks with one name are numbered, and a rewritten one may move
         for order, label in enumerate(dict.fromkeys(key[0] for key in chosen)):
             stack = sites.stack(label)
+            assert stack is not None  # the plan is of this graph
             details = {number: d for (name, number), d in chosen.items() if name == label}
             _Spine(self, editor, program, stack, details, f"{order}").build()
 
@@ -230,7 +234,7 @@ class _Spine:
         editor: Editor,
         program: Program,
         stack: Stack,
-        details: dict[int, dict],
+        details: dict[int, dict[str, Any]],
         prefix: str,
     ):
         self.step, self.editor, self.program, self.stack = step, editor, program, stack
@@ -240,6 +244,7 @@ class _Spine:
         self.end = stack.boundaries[-1].node
         self.init = next(iter(details.values()))["init"]
         val = value(stack.boundaries[0].node)
+        assert val is not None
         self.device = val.device
         self.dtype = torch.float64 if val.dtype == torch.float64 else torch.float32
         self.streams: dict[fx.Node, fx.Node] = {}
@@ -326,25 +331,29 @@ class _Spine:
             self.editor.clone(path, mapping, role=CARRY)
         for node in path:
             if op_name(node) in REGROUPINGS:  # of each stream alone
-                mapping[node].args = (mapping[node].args[0], [self.step.mult, *mapping[node].args[1]])
+                first, regrouped, *_ = mapping[node].args
+                assert isinstance(regrouped, list | tuple)
+                mapping[node].args = (first, [self.step.mult, *regrouped])
             self._new_value(mapping[node])
             self.streams[node] = mapping[node]
         return mapping[path[-1]]
 
     def _new_value(self, node: fx.Node) -> None:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        assert callable(node.target)
         with self.editor.fake_mode, torch.no_grad():
             node.meta["val"] = node.target(*args, **kwargs)
 
-    def _update(self, residual) -> fx.Node:
+    def _update(self, residual: Residual) -> fx.Node:
         """The sum of the branch values, with the scale that ``add(alpha=)`` put on one."""
-        total = None
+        total: fx.Node | None = None
         for branch in residual.branches:
             term = branch.value
             alpha = next((a.kwargs["alpha"] for a in residual.adds if "alpha" in a.kwargs and a.args[1] is term), 1)
             if alpha != 1:
                 term = self.editor.call(torch.ops.aten.mul.Tensor, term, alpha)
             total = term if total is None else self.editor.call(torch.ops.aten.add.Tensor, total, term)
+        assert total is not None  # a residual has a branch
         return total
 
     def _foreign_readers(self, entry: fx.Node, plain_readers: dict[fx.Node, set[fx.Node]]) -> None:

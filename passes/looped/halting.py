@@ -7,6 +7,8 @@ run: what is chosen is a depth of prediction. Source: docs/sources.md, loop-halt
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 
 from .losses import exit_distribution
@@ -25,24 +27,24 @@ def q_exit(gates: torch.Tensor, q: float) -> torch.Tensor:
 
 def entropy_change(logits: list[torch.Tensor], limit: float = 1e-3) -> torch.Tensor:
     """The entropy of the prediction changes by less than ``limit`` nats."""
-    return _first([(_entropy(b) - _entropy(a)).abs() < limit for a, b in _pairs(logits)])
+    return _first([(_entropy(b) - _entropy(a)).abs() < limit for a, b in pairwise(logits)])
 
 
 def state_change(states: list[torch.Tensor], limit: float = 0.03) -> torch.Tensor:
     """``|h_t - h_{t-1}| / |h_t|`` is below ``limit``."""
-    return _first([(b - a).norm(dim=-1) / b.norm(dim=-1).clamp_min(1e-12) < limit for a, b in _pairs(states)])
+    return _first([(b - a).norm(dim=-1) / b.norm(dim=-1).clamp_min(1e-12) < limit for a, b in pairwise(states)])
 
 
 def kl_change(logits: list[torch.Tensor], limit: float = 5e-4) -> torch.Tensor:
     """KL of the prediction from the one before is below ``limit`` nats."""
-    return _first([_kl(b, a) < limit for a, b in _pairs(logits)])
+    return _first([_kl(b, a) < limit for a, b in pairwise(logits)])
 
 
 def repeats(logits: list[torch.Tensor], count: int = 5) -> torch.Tensor:
     """The same token is likeliest in ``count`` iterations on end."""
     tokens = [x.argmax(-1) for x in logits]
     run, fires = torch.ones_like(tokens[0]), [torch.full_like(tokens[0], count <= 1, dtype=torch.bool)]
-    for a, b in _pairs(tokens):
+    for a, b in pairwise(tokens):
         run = torch.where(a == b, run + 1, 1)
         fires.append(run >= count)
     return _first(fires, start=1)
@@ -61,10 +63,6 @@ def chosen(values: list[torch.Tensor], step: torch.Tensor) -> torch.Tensor:
     """The value ``[B, N, C]`` of the chosen iteration at each position."""
     stack = torch.stack(values, -1)
     return stack.gather(-1, (step - 1)[..., None, None].expand(*stack.shape[:-1], 1))[..., 0]
-
-
-def _pairs(values: list[torch.Tensor]):
-    return zip(values, values[1:], strict=False)
 
 
 def _first(fires: list[torch.Tensor], start: int = 2) -> torch.Tensor:

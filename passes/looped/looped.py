@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from hcx.rewrite.edit.editor import Editor
 from hcx.rewrite.errors import UsageError
-from hcx.rewrite.ir.dataflow import shape, value
+from hcx.rewrite.ir.dataflow import shape
 from hcx.rewrite.ir.program import Program
 from hcx.rewrite.ir.tags import MIX
 from hcx.rewrite.pipeline.contracts import Contract, Exact, Structural
@@ -27,6 +27,7 @@ from . import restart, runtime, sweep
 from .forms import NAMES, Form, form, is_neutral
 from .marks import close
 from .readouts import add_readouts
+from .traced import traced
 from .uses import outside_notes, shared_uses
 from .window import Jump, after_norm, default_window, grows, measured_jumps, run_windows, sink_notes
 
@@ -120,6 +121,7 @@ class Looped(Pass):
     def plan(self, program: Program) -> PassPlan:
         """One window, or the reason why there is none."""
         plan = self.new_plan(sites=[])
+        assert plan.sites is not None
         sites = find(program)
         stack = sites.stack(self.stack)
         if stack is None or not stack.residual:
@@ -161,6 +163,7 @@ class Looped(Pass):
 
     def _windows(self, program: Program, stack: Stack, jumps: list[Jump]) -> list[tuple[int, int]]:
         if self.end is not None:
+            assert isinstance(self.start, int)  # both are given, or neither
             return [(self.start, self.end)]
         if self.mix == "full":
             return [(0, stack.depth)]
@@ -189,40 +192,10 @@ class Looped(Pass):
                 hint="leave start and end out, or choose another mix",
             )
         entry, exit_ = self._cut(program, stack, start, end)
-        if shape(entry) != shape(exit_) or value(entry).dtype != value(exit_).dtype:
-            plan.skips.append(
-                Skip(
-                    address,
-                    Reason.WIDTH_CHANGES,
-                    f"the stream is {list(value(entry).shape)} before and {list(value(exit_).shape)} after",
-                )
-            )
-            return
-        loop = span_of(program.graph, entry, exit_, cache_nodes(program))
-        if self.runtime and loop.caches:
-            plan.skips.append(Skip(address, Reason.UNSUPPORTED, runtime.CACHE))
-            return
         heard = restart.listeners(stack, start, end) if self.mix == "restart" else []
-        if self.mix == "restart" and (
-            not heard or _axis(stack, entry) != -1 or stack.boundaries[0].carrier.kind != "plain"
-        ):
-            text = "mix=restart needs branches that read one plain stream with its features last"
-            plan.skips.append(Skip(address, Reason.UNSUPPORTED, text))
-            return
-        leaks = loop.leaks
-        if self.cache == "last" and (state := next((n for n in loop.caches if not grows(program, n)), None)):
-            plan.skips.append(
-                Skip(
-                    address, Reason.UNSUPPORTED, f"cache=last: `{state.name}` is a state, and every pass needs its own"
-                )
-            )
-            return
-        if leaks:
-            plan.skips.append(
-                Skip(
-                    address, Reason.LEAK, f"`{leaks[0].name}` is used after the window: a loop carries the stream only"
-                )
-            )
+        refused = self._refusal(program, stack, entry, exit_, heard)
+        if refused is not None:
+            plan.skips.append(Skip(address, *refused))
             return
         plan.notes += sink_notes(jumps, stack, start, end) if self.mix.startswith("input") or self.mix == "full" else []
         plan.notes += outside_notes(stack, start, end)
@@ -238,16 +211,42 @@ class Looped(Pass):
             "cache": self.cache,
             **({"runtime": True} if self.runtime else {}),
         }
+        assert plan.sites is not None
         plan.sites.append(Site(address, "window", detail))
-        width = int(value(entry).shape[_axis(stack, entry)])
-        made = form(self.mix, scalar=self.scalar, width=width, steps=self.steps).parameters
-        made |= {f"{n}.{k}": t for n in range(len(heard)) for k, t in restart.start(width, n).items()}
-        new = sum(t.numel() for t in made.values()) if self.steps > 1 else 0
         so_far = plan.estimate or {"extra block applications": 0, "new parameters": 0}
+        new = self._new_parameters(stack, entry, len(heard))
         plan.estimate = {
             "extra block applications": so_far["extra block applications"] + (self.steps - 1) * (end - start),
             "new parameters": so_far["new parameters"] + new,
         }
+
+    def _refusal(
+        self, program: Program, stack: Stack, entry: fx.Node, exit_: fx.Node, heard: list[restart.Listener]
+    ) -> tuple[Reason, str] | None:
+        """Why this window cannot be looped with these options, or None."""
+        if shape(entry) != shape(exit_) or traced(entry).dtype != traced(exit_).dtype:
+            text = f"the stream is {list(traced(entry).shape)} before and {list(traced(exit_).shape)} after"
+            return Reason.WIDTH_CHANGES, text
+        loop = span_of(program.graph, entry, exit_, cache_nodes(program))
+        if self.runtime and loop.caches:
+            return Reason.UNSUPPORTED, runtime.CACHE
+        plain = stack.boundaries[0].carrier.kind == "plain"
+        if self.mix == "restart" and (not heard or _axis(stack, entry) != -1 or not plain):
+            return Reason.UNSUPPORTED, "mix=restart needs branches that read one plain stream with its features last"
+        if self.cache == "last" and (state := next((n for n in loop.caches if not grows(program, n)), None)):
+            text = f"cache=last: `{state.name}` is a state, and every pass needs its own"
+            return Reason.UNSUPPORTED, text
+        if loop.leaks:
+            text = f"`{loop.leaks[0].name}` is used after the window: a loop carries the stream only"
+            return Reason.LEAK, text
+        return None
+
+    def _new_parameters(self, stack: Stack, entry: fx.Node, heard: int) -> int:
+        """Number of parameters that a window with so many branches that hear adds."""
+        width = int(traced(entry).shape[_axis(stack, entry)])
+        made = dict(form(self.mix, scalar=self.scalar, width=width, steps=self.steps).parameters)
+        made |= {f"{n}.{k}": t for n in range(heard) for k, t in restart.start(width, n).items()}
+        return sum(t.numel() for t in made.values()) if self.steps > 1 else 0
 
     def _cut(self, program: Program, stack: Stack, start: int, end: int) -> tuple[fx.Node, fx.Node]:
         """The stream before and after the window; of the whole stack, behind the model's final norm."""
@@ -260,6 +259,7 @@ class Looped(Pass):
         if not sites:
             return
         stack = find(program).stack(sites[0][1].detail["stack"])  # once: a loop changes what is found
+        assert stack is not None  # the plan is of this graph
         cuts = [self._cut(program, stack, s.detail["start"], s.detail["end"]) for _, s in sites]
         ends: dict[fx.Node, fx.Node] = {}
         for (number, site), (entry, exit_) in zip(sites, cuts, strict=True):
@@ -272,16 +272,17 @@ class Looped(Pass):
         detail = site.detail
         loop = span_of(program.graph, entry, exit_, cache_nodes(program))
         readers = set(exit_.users)
-        output_nodes = set(program.graph.output_node().args[0])
+        output_nodes = set(program.graph.output_node().all_input_nodes)
         ways = _form(stack, entry, detail)
-        like = {"dtype": value(entry).dtype, "device": value(entry).device}
+        like: dict[str, Any] = {"dtype": traced(entry).dtype, "device": traced(entry).device}
         label = f"{number}." if number else ""
         tensors = [editor.parameter(f"{label}{n}", t.to(**like)) for n, t in ways.parameters.items()]
         key = f"{self.name}_{editor.number}{f'.{number}' if number else ''}"
         if detail.get("runtime"):
             return runtime.insert(program, editor, loop, ways.mix, tensors[0], detail["steps"], readers)
         state, last = exit_, max([exit_, *loop.nodes])
-        states, before = [exit_], {}
+        states = [exit_]
+        before: dict[fx.Node, fx.Node] = {}
         heard = restart.listeners(stack, detail["start"], detail["end"]) if detail["mix"] == "restart" else []
         for step in range(2, detail["steps"] + 1):
             with editor.after(last, role=MIX, iteration=step, loop=key):
@@ -346,7 +347,7 @@ class Looped(Pass):
         """A loop of one step is meant to do nothing."""
         return any(s.detail["steps"] > 1 for s in plan.sites or ())
 
-    def misfit(self, program: Program, detail: dict) -> str | None:
+    def misfit(self, program: Program, detail: dict[str, Any]) -> str | None:
         """An edited number of steps or mix that there is none of."""
         if detail["steps"] < 1:
             return f"`steps` is {detail['steps']}, must be 1 or more"
@@ -375,13 +376,13 @@ def _described(program: Program, prefix: str, number: int) -> str:
     return "a matrix" if tensors else "the whole state"
 
 
-def _form(stack: Stack, entry: fx.Node, detail: dict) -> Form:
+def _form(stack: Stack, entry: fx.Node, detail: dict[str, Any]) -> Form:
     axis = _axis(stack, entry)
-    width = int(value(entry).shape[axis])
+    width = int(traced(entry).shape[axis])
     return form(detail["mix"], scalar=detail["scalar"], width=width, steps=detail["steps"], axis=axis)
 
 
 def _axis(stack: Stack, entry: fx.Node) -> int:
     """Dimension of the features: the last one, or the channels of images, behind the streams where there are several."""
     streams = int(stack.boundaries[0].carrier.kind == "streams")
-    return 1 + streams if value(entry).dim() - streams >= 4 else -1
+    return 1 + streams if traced(entry).dim() - streams >= 4 else -1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from hcx.rewrite.ir.program import Program
@@ -65,7 +66,7 @@ class Mark:
         set_tag(self.final, {k: v for k, v in tag.items() if k != "closes"}, tag.part)
 
 
-def close(final: fx.Node, first: fx.Node, key: str, address: str, detail: dict) -> None:
+def close(final: fx.Node, first: fx.Node, key: str, address: str, detail: dict[str, Any]) -> None:
     """Mark the end of a loop."""
     closes = {"loop": key, "address": address, "mix": detail["mix"], "steps": detail["steps"], "first": first.name}
     tag = hcx_tag(final)

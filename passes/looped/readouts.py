@@ -6,10 +6,12 @@ in the caches of the blocks behind the window.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from hcx.rewrite.edit.editor import Editor
-from hcx.rewrite.ir.dataflow import Dataflow, value
+from hcx.rewrite.ir.dataflow import Dataflow
 from hcx.rewrite.ir.graphs import sort_graph
 from hcx.rewrite.ir.program import Program
 from hcx.rewrite.pipeline.passbase import tap_prefix
@@ -17,6 +19,7 @@ from hcx.rewrite.sites.views import Stack
 from torch import fx
 
 from .roles import HEAD
+from .traced import results, traced
 from .window import after_norm
 
 
@@ -36,7 +39,7 @@ def stacked(*gates: torch.Tensor) -> torch.Tensor:
 
 
 def add_readouts(
-    program: Program, editor: Editor, stack: Stack, states: list[fx.Node], detail: dict, label: str
+    program: Program, editor: Editor, stack: Stack, states: list[fx.Node], detail: dict[str, Any], label: str
 ) -> None:
     """Tap the logits, state and gate of every iteration.
 
@@ -47,13 +50,13 @@ def add_readouts(
     sort_graph(program.graph)
     flow, last = Dataflow(program.graph), states[-1]
     count = len(program.output_names)
-    answer = next((o for o in program.graph.output_node().args[0][:count] if flow.reaches(last, o)), last)
+    answer = next((o for o in results(program.graph)[:count] if flow.reaches(last, o)), last)
     rest = flow.between(last, answer)
     end = last if detail["mix"] == "full" else stack.boundaries[-1].node
     end = last if not flow.reaches(last, end) else end
     norm = [] if detail["mix"] == "full" else flow.between(end, after_norm(program, end))
     prefix = f"{tap_prefix(editor.pass_name, editor.number)}.{label}"
-    gates = []
+    gates: list[fx.Node] = []
     for step, state in enumerate(states, 1):
         with editor.after(max([answer, *states, *gates]), role=HEAD, iteration=step):
             if detail["readout"] == "steps":
@@ -64,7 +67,7 @@ def add_readouts(
                 editor.tap(f"{prefix}{step}.state", state)
             if detail["gate"] == "ouro":
                 normed = editor.clone(norm, {end: state}, role=HEAD, iteration=step)[norm[-1]] if norm else state
-                gates.append(editor.inline(exit_gate, normed, *_gate(editor, label, value(state))))
+                gates.append(editor.inline(exit_gate, normed, *_gate(editor, label, traced(state))))
     if gates:
         with editor.after(max(gates), role=HEAD):
             editor.tap(f"{prefix}gate", editor.inline(stacked, *gates))
@@ -72,6 +75,6 @@ def add_readouts(
 
 def _gate(editor: Editor, label: str, like: torch.Tensor) -> tuple[fx.Node, fx.Node]:
     """Parameters of the gate; it begins at one half everywhere."""
-    options = {"dtype": like.dtype, "device": like.device}
+    options: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
     weight, bias = torch.zeros(1, int(like.shape[-1]), **options), torch.zeros(1, **options)
     return editor.parameter(f"{label}gate.weight", weight), editor.parameter(f"{label}gate.bias", bias)

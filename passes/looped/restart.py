@@ -11,6 +11,7 @@ where this has one a branch. Source: docs/sources.md, loop-restart.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -116,8 +117,8 @@ def insert(
     mapping: dict[fx.Node, fx.Node],
     before: dict[fx.Node, fx.Node],
     label: str,
-    like: dict,
-    **tag,
+    like: dict[str, Any],
+    **tag: Any,
 ) -> None:
     """Let one pass hear from the one before.
 

@@ -46,6 +46,7 @@ class Unloop(Pass):
     def plan(self, program: Program) -> PassPlan:
         """One site a window that is looped now, the last one first."""
         plan = self.new_plan(sites=[])
+        assert plan.sites is not None
         copied = 0
         # the last one that was made first: it may lie in a pass of an earlier one, or hold passes of it
         for mark in sorted(reversed(windows(program)), key=lambda m: -made(m.key)):
@@ -141,7 +142,7 @@ def _separate(program: Program, editor: Editor, mark: Mark) -> None:
 
     def made(node: fx.Node, iteration: int) -> fx.Node:
         if node.op == "get_attr":
-            values = parameters.get(node.target)
+            values = parameters.get(str(node.target))
             return node if values is None else editor.parameter(f"{node.target}~{iteration}", values.detach().clone())
         mapping = {o: of(o, iteration) for o in node.all_input_nodes}
         if all(o is n for o, n in mapping.items()):

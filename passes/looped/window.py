@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-from hcx.rewrite.ir.dataflow import Dataflow, shape, value
+from hcx.rewrite.ir.dataflow import Dataflow, shape
 from hcx.rewrite.ir.program import Program
 from hcx.rewrite.run.inputs import check_inputs
 from hcx.rewrite.run.reading import sink_jumps, stream_rms
 from hcx.rewrite.sites.views import Stack
 from torch import fx
 
+from .traced import results, traced
 from .uses import period_of
 
 
@@ -71,19 +72,19 @@ def _stretches(stack: Stack) -> list[tuple[int, int, int]]:
 def keeps_shape(stack: Stack, start: int, end: int) -> bool:
     """Whether the stream has the same shape and dtype before and after a window."""
     before, after = stack.boundary(start).node, stack.boundary(end).node
-    return shape(before) == shape(after) and value(before).dtype == value(after).dtype
+    return shape(before) == shape(after) and traced(before).dtype == traced(after).dtype
 
 
 def after_norm(program: Program, end: fx.Node) -> fx.Node:
     """The end of a stack behind the model's final norm: the last value on every way to an output that still has the
     stream's shape, before a weight is contracted with it."""
     flow = Dataflow(program.graph)
-    answer = next((o for o in program.graph.output_node().args[0] if o is not end and flow.reaches(end, o)), end)
+    answer = next((o for o in results(program.graph) if o is not end and flow.reaches(end, o)), end)
     found = end
     for node in flow.cut_vertices(end, answer)[1:]:
         if flow.carries_weight(node):
             break
-        if shape(node) == shape(end) and value(node).dtype == value(end).dtype:
+        if shape(node) == shape(end) and traced(node).dtype == traced(end).dtype:
             found = node
     return found
 
@@ -108,7 +109,7 @@ def measured_jumps(program, stack: Stack) -> list[Jump]:
     """Blocks in which the attention sink appears on the example input; empty where the stream has no token dimension or
     the tensors are not there."""
     nodes = [b.node for b in stack.boundaries]
-    if any(value(n).dim() != 3 or shape(n) != shape(nodes[0]) for n in nodes) or any(
+    if any(traced(n).dim() != 3 or shape(n) != shape(nodes[0]) for n in nodes) or any(
         p.is_meta for p in program.parameters()
     ):
         return []

@@ -5,6 +5,7 @@ Sources: docs/sources.md (Norms and scales).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -32,7 +33,7 @@ def joined(h: torch.Tensor, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor
 
 
 @cache
-def advanced(divisor: float):
+def advanced(divisor: float) -> Callable[..., torch.Tensor]:
     """``x + (z_1 + z_2 + ...) / c``."""
 
     def step(x: torch.Tensor, *updates: torch.Tensor) -> torch.Tensor:

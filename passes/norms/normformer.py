@@ -19,11 +19,12 @@ from hcx.rewrite.pipeline.passbase import Pass
 from hcx.rewrite.pipeline.plan import PassPlan, Reason, Site, Skip
 from hcx.rewrite.sites.finder import find
 from hcx.rewrite.sites.residuals import unscale
-from hcx.rewrite.sites.views import Branch, Residual
+from hcx.rewrite.sites.views import Branch, Residual, Sites
 from torch import fx
 
 from .equations import gated_layer_norm, precise
 from .roles import CARRY, HEAD_SCALE, NORM
+from .traced import traced
 
 ATTENTION = ("attn", "cross-attn")
 PRODUCTS = {"linear": 0, "addmm": 1, "matmul": 0, "mm": 0}
@@ -57,6 +58,7 @@ class NormFormer(Pass):
     def plan(self, program: Program) -> PassPlan:
         """One site a branch of attention or MLP."""
         plan = self.new_plan(sites=[])
+        assert plan.sites is not None
         sites, flow = find(program), Dataflow(program.graph)
         for residual, branch in _branches(sites):
             detail, problem = self._parts(flow, residual, branch)
@@ -70,17 +72,17 @@ class NormFormer(Pass):
 
     def _parts(self, flow: Dataflow, residual: Residual, branch: Branch) -> tuple[dict[str, Any], str]:
         """What a branch gets; empty with the reason."""
-        if value(branch.value).dim() >= 4:
+        if traced(branch.value).dim() >= 4:
             return {}, "its features are not in the last dimension"
         detail: dict[str, Any] = {}
         if branch.kind in ATTENTION:
             if (heads := heads_of(branch)) is not None:
-                detail["heads"] = int(value(heads).shape[1])
-            detail["width"] = int(value(branch.value).shape[-1])
+                detail["heads"] = int(traced(heads).shape[1])
+            detail["width"] = int(traced(branch.value).shape[-1])
         elif branch.kind == "mlp" and (read := inner_of(flow, residual, branch)) is not None:
-            detail["inner"] = int(value(read[1]).shape[-1])
+            detail["inner"] = int(traced(read[1]).shape[-1])
             if self.scale_residual and _joint(residual) is not None:
-                detail["stream"] = int(value(residual.add).shape[-1])
+                detail["stream"] = int(traced(residual.add).shape[-1])
         return detail, f"no attention and no MLP of two matrices: {branch.kind}"
 
     def apply(self, program: Program, plan: PassPlan, editor: Editor) -> None:
@@ -96,7 +98,8 @@ class NormFormer(Pass):
                 places.append((residual, branch, chosen[branch.address], heads_of(branch), inner, (returned, rest)))
         for residual, branch, detail, heads, inner, (returned, rest) in places:
             if "heads" in detail:
-                val = value(heads)
+                assert heads is not None  # the plan found them
+                val = traced(heads)
                 scale = torch.ones(detail["heads"], 1, 1, dtype=val.dtype, device=val.device)
                 with editor.after(heads, role=HEAD_SCALE, site=branch.address):
                     scaled = editor.inline(torch.mul, heads, editor.parameter(f"{branch.address}.heads", scale))
@@ -107,23 +110,26 @@ class NormFormer(Pass):
             if inner is not None:
                 reader, read = inner
                 normed = self._norm(editor, f"{branch.address}.inner", read)
-                editor.redirect(read, normed, only=lambda user, reader=reader: user is reader)
+                editor.redirect(read, normed, only={reader}.__contains__)
             if "stream" in detail:
                 self._scale_stream(editor, residual, branch.address, detail["stream"])
 
     def _norm(self, editor: Editor, name: str, node: fx.Node) -> fx.Node:
-        val = value(node)
-        width, made = int(val.shape[-1]), {"dtype": precise(val), "device": val.device}
-        gate = editor.parameter(f"{name}.gate", torch.full((width,), self.gate, **made))
-        gain = editor.parameter(f"{name}.weight", torch.ones(width, **made))
-        shift = editor.parameter(f"{name}.bias", torch.zeros(width, **made))
+        val = traced(node)
+        width, dtype, device = int(val.shape[-1]), precise(val), val.device
+        gate = editor.parameter(f"{name}.gate", torch.full((width,), self.gate, dtype=dtype, device=device))
+        gain = editor.parameter(f"{name}.weight", torch.ones(width, dtype=dtype, device=device))
+        shift = editor.parameter(f"{name}.bias", torch.zeros(width, dtype=dtype, device=device))
         with editor.after(node, role=NORM):
-            return editor.inline(gated_layer_norm, node, gate, gain, shift)
+            normed: fx.Node = editor.inline(gated_layer_norm, node, gate, gain, shift)
+            return normed
 
     @staticmethod
     def _scale_stream(editor: Editor, residual: Residual, address: str, width: int) -> None:
-        add, skip = _joint(residual)
-        val = value(skip)
+        joint = _joint(residual)
+        assert joint is not None  # the plan asked
+        add, skip = joint
+        val = traced(skip)
         scale = editor.parameter(f"{address}.residual", torch.ones(width, dtype=val.dtype, device=val.device))
         with editor.before(add, role=CARRY):
             scaled = editor.inline(torch.mul, skip, scale)
@@ -140,7 +146,7 @@ class NormFormer(Pass):
         return None
 
 
-def _branches(sites) -> list[tuple[Residual, Branch]]:
+def _branches(sites: Sites) -> list[tuple[Residual, Branch]]:
     return [(r, b) for s in sites.stacks for block in s.blocks for r in block.residuals for b in r.branches]
 
 
@@ -153,12 +159,12 @@ def heads_of(branch: Branch) -> fx.Node | None:
         if "attention" in op_name(node):
             found = node
         elif op_name(node) in ("softmax", "_softmax"):
-            while node is not None and found is None:
-                user = next((u for u in node.users if op_name(u) == "matmul" or is_identity(u)), None)
-                found = user if op_name(user) == "matmul" else None
-                node = user
-        if found is not None and value(found) is not None and value(found).dim() == 4:
-            return found if isinstance(value(found).shape[1], int) else None
+            reader: fx.Node | None = node
+            while reader is not None and found is None:
+                reader = next((u for u in reader.users if op_name(u) == "matmul" or is_identity(u)), None)
+                found = reader if op_name(reader) == "matmul" else None
+        if found is not None and (held := value(found)) is not None and held.dim() == 4:
+            return found if isinstance(held.shape[1], int) else None
     return None
 
 
@@ -169,7 +175,7 @@ def inner_of(flow: Dataflow, residual: Residual, branch: Branch) -> tuple[fx.Nod
         return None
     read = last[0].args[PRODUCTS[op_name(last[0])]]
     inside = isinstance(read, fx.Node) and not flow.is_static(read) and flow.reaches_by_weight(residual.skip, read)
-    return (last[0], read) if inside and isinstance(value(read).shape[-1], int) else None
+    return (last[0], read) if isinstance(read, fx.Node) and inside and isinstance(traced(read).shape[-1], int) else None
 
 
 def _joint(residual: Residual) -> tuple[fx.Node, fx.Node] | None:

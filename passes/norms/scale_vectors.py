@@ -23,6 +23,7 @@ from hcx.rewrite.sites.weights import WeightUse, find_weights
 from torch import fx
 
 from .roles import SCALE
+from .traced import traced
 
 MATRICES = ("linear", "addmm", "matmul")
 NORMS = ("layer_norm", "native_layer_norm", "rms_norm")
@@ -55,12 +56,14 @@ class ScaleVectors(Pass):
     def plan(self, program: Program) -> PassPlan:
         """One site a matrix, or a gain."""
         plan = self.new_plan(sites=[])
+        assert plan.sites is not None
         if self.form == "direction":
             for node in gains(program):
-                if node.target not in program.stored and not program.tensor(node.target).any():
-                    plan.skips.append(Skip(node.target, Reason.UNSUPPORTED, "a gain of zeros has no direction"))
+                name = str(node.target)
+                if name not in program.stored and not program.tensor(name).any():
+                    plan.skips.append(Skip(name, Reason.UNSUPPORTED, "a gain of zeros has no direction"))
                 else:
-                    plan.sites.append(Site(node.target, "weight", {"size": int(value(node).shape[0])}))
+                    plan.sites.append(Site(name, "weight", {"size": int(traced(node).shape[0])}))
             return plan
         selection = select(program, self.target, MATRICES, axes=2)
         readers: dict[fx.Node, set[str]] = {}
@@ -104,12 +107,12 @@ class ScaleVectors(Pass):
             else:
                 with editor.before(use.node, role=SCALE, site=use.address):
                     scaled = editor.inline(torch.mul, use.input, scale)
-                editor.redirect(use.input, scaled, only=lambda user, use=use: user is use.node)
+                editor.redirect(use.input, scaled, only={use.node}.__contains__)
 
     @staticmethod
     def _direction(program: Program, editor: Editor, node: fx.Node) -> None:
-        gain = program.read(node.target).detach()
-        wide = gain.to(program.home(node.target), torch.float64 if gain.dtype == torch.float64 else torch.float32)
+        gain = program.read(str(node.target)).detach()
+        wide = gain.to(program.home(str(node.target)), torch.float64 if gain.dtype == torch.float64 else torch.float32)
         size = editor.parameter(f"{node.target}.size", wide.double().norm().reshape(1).to(wide.dtype))
         direction = editor.parameter(f"{node.target}.direction", wide.clone())
         readers = set(node.users)
@@ -171,7 +174,7 @@ def _biases(uses: list[WeightUse]) -> list[str] | None:
     for use in uses:
         place = {"linear": 2, "addmm": 0}.get(op_name(use.node))
         bias: Any = use.node.args[place] if place is not None and len(use.node.args) > place else None
-        if bias is not None and (bias.op != "get_attr" or value(bias).dim() != 1):
+        if bias is not None and (bias.op != "get_attr" or traced(bias).dim() != 1):
             return None
         if bias is not None:
             found[bias.target] = None
@@ -184,9 +187,13 @@ def gains(program: Program) -> list[fx.Node]:
     found = []
     names = {n for n, _ in program.named_parameters(remove_duplicate=False)} - set(program.origin)
     for node in program.graph.nodes:
-        if node.op == "get_attr" and node.target in names and value(node).dim() == 1 and value(node).shape[0] > 1:
-            if any(_norms_with(node, user) for user in node.users):
-                found.append(node)
+        if node.op != "get_attr" or node.target not in names:
+            continue
+        held = value(node)
+        if held is None or held.dim() != 1 or held.shape[0] <= 1:
+            continue
+        if any(_norms_with(node, user) for user in node.users):
+            found.append(node)
     return found
 
 
@@ -200,4 +207,6 @@ def _norms_with(gain: fx.Node, user: fx.Node) -> bool:
     other = next((a for a in user.args[:2] if a is not gain), None)
     while isinstance(other, fx.Node) and op_name(other) in ("to", "_to_copy"):
         other = other.args[0]
-    return op_name(other) == "mul" and any(op_name(a) == "rsqrt" for a in other.args[:2])
+    if not isinstance(other, fx.Node) or op_name(other) != "mul":
+        return False
+    return any(op_name(a) == "rsqrt" for a in other.args[:2])

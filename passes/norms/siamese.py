@@ -16,7 +16,7 @@ from typing import ClassVar
 
 import torch
 from hcx.rewrite.edit.editor import Editor
-from hcx.rewrite.ir.dataflow import Dataflow, op_name, resolve, settle, shape, value
+from hcx.rewrite.ir.dataflow import Dataflow, op_name, resolve, results_of, settle, shape, value
 from hcx.rewrite.ir.program import Program
 from hcx.rewrite.ir.tags import MIX, hcx_tag
 from hcx.rewrite.pipeline.contracts import Contract, Exact
@@ -28,6 +28,7 @@ from torch import fx
 
 from .equations import advanced, joined, precise, rms_normed
 from .roles import JOIN, NORM
+from .traced import traced
 
 NORMS = {"layer_norm", "native_layer_norm", "rms_norm", "rsqrt"}
 
@@ -48,6 +49,7 @@ class Siamese(Pass):
     def plan(self, program: Program) -> PassPlan:
         """One site a residual."""
         plan = self.new_plan(sites=[])
+        assert plan.sites is not None
         sites, flow = find(program), Dataflow(program.graph)
         if any(hcx_tag(n).get("pass") == self.name for n in program.graph.nodes):
             plan.skips.append(Skip("model", Reason.ALREADY, "it has a second stream"))
@@ -73,11 +75,10 @@ class Siamese(Pass):
         """Insert the second stream beside each planned stack."""
         flow, sites = Dataflow(program.graph), find(program)
         chosen = {(s.detail["stack"], s.detail["number"]) for s in plan.sites or ()}
-        stacks = [sites.stack(label) for label in dict.fromkeys(label for label, _ in chosen)]
+        named = (sites.stack(label) for label in dict.fromkeys(label for label, _ in chosen))
         # all places first: the flow knows nothing of what is inserted
-        places = [
-            (order, stack, _final(flow, stack)) for order, stack in enumerate(sorted(stacks, key=sites.stacks.index))
-        ]
+        planned = sorted((s for s in named if s is not None), key=sites.stacks.index)
+        places = [(order, stack, _final(flow, stack)) for order, stack in enumerate(planned)]
         normed = {
             b.value: _normed(flow, r, b.value) for _, s, _ in places for r in _residuals(s) for b in r.branches
         }  # fmt: skip
@@ -91,6 +92,7 @@ class Siamese(Pass):
                 bodies = {n for b in residual.branches for n in b.body}
                 for place, norm in enumerate(dict.fromkeys(normed[b.value] for b in residual.branches)):
                     name = f"{order}.{number}.gate" + (f"_{place}" if place else "")
+                    assert norm is not None  # the plan found one
                     editor.redirect(norm, _join(editor, name, norm, x), only=bodies.__contains__)
                 updates = [b.value for b in residual.branches]
                 with editor.after(max(x, *updates), role=MIX):
@@ -120,7 +122,7 @@ def _problem(flow: Dataflow, stack: Stack) -> tuple[Reason, str] | None:
         return Reason.ALREADY, "the stream is carried as several streams already"
     if len({shape(b.node) for b in stack.boundaries}) > 1:
         return Reason.WIDTH_CHANGES, "the stream changes its shape on the way"
-    if value(stack.boundaries[0].node).dim() >= 4:
+    if traced(stack.boundaries[0].node).dim() >= 4:
         return Reason.UNSUPPORTED, "its features are not in the last dimension"
     if _post_norm(flow, stack):
         return Reason.UNSUPPORTED, "a post-norm stream is normed already; the second stream would be the first"
@@ -154,8 +156,8 @@ def _last_norm(flow: Dataflow, start: fx.Node, end: fx.Node) -> fx.Node | None:
 def _final(flow: Dataflow, stack: Stack) -> tuple[fx.Node, set[fx.Node]] | None:
     """The norm behind the last block and who reads it on the way to the first output that it reaches; None without."""
     end, output = stack.boundaries[-1].node, flow.nodes[-1]
-    for result in (n for n in output.args[0] if isinstance(n, fx.Node) and value(n) is not None):
-        if value(result).is_floating_point() and flow.reaches(end, result) and result is not end:
+    for result in (n for n in results_of(flow.graph) if isinstance(n, fx.Node) and value(n) is not None):
+        if traced(result).is_floating_point() and flow.reaches(end, result) and result is not end:
             norm = _last_norm(flow, end, result)
             return None if norm is None else (norm, {u for u in norm.users if u is output or flow.reaches(u, result)})
     return None
@@ -163,14 +165,16 @@ def _final(flow: Dataflow, stack: Stack) -> tuple[fx.Node, set[fx.Node]] | None:
 
 def _gain(editor: Editor, name: str, x: fx.Node) -> fx.Node:
     """``PN(x)``."""
-    val = value(x)
+    val = traced(x)
     gain = editor.parameter(name, torch.ones(int(val.shape[-1]), dtype=precise(val), device=val.device))
     with editor.after(max(x, gain), role=NORM):
-        return editor.inline(rms_normed, x, gain)
+        made: fx.Node = editor.inline(rms_normed, x, gain)
+        return made
 
 
 def _join(editor: Editor, name: str, norm: fx.Node, x: fx.Node) -> fx.Node:
-    val = value(norm)
+    val = traced(norm)
     gate = editor.parameter(name, torch.zeros(int(val.shape[-1]), dtype=precise(val), device=val.device))
     with editor.after(max(norm, x, gate), role=JOIN):
-        return editor.inline(joined, norm, x, gate)
+        made: fx.Node = editor.inline(joined, norm, x, gate)
+        return made

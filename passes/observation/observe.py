@@ -11,7 +11,7 @@ import torch
 from hcx.rewrite.edit.editor import Editor
 from hcx.rewrite.errors import UsageError
 from hcx.rewrite.ir.aliases import Aliases, mutated
-from hcx.rewrite.ir.dataflow import shape, value
+from hcx.rewrite.ir.dataflow import shape
 from hcx.rewrite.ir.program import Program
 from hcx.rewrite.pipeline.contracts import Contract, Exact
 from hcx.rewrite.pipeline.passbase import Pass, tap_prefix
@@ -124,8 +124,10 @@ class Observe(Pass):
         if wrong is not None:
             plan.skips.append(Skip(address, Reason.UNSUPPORTED, wrong))
             return
+        assert not isinstance(found, str)
         if (wrong := _units_misfit(found, detail)) is not None:
             raise UsageError(wrong, where="units", hint="observe values of different widths by passes of their own")
+        assert plan.sites is not None
         plan.sites.append(Site(address, "tap", detail))
 
     def apply(self, program: Program, plan: PassPlan, editor: Editor) -> None:
@@ -134,8 +136,9 @@ class Observe(Pass):
         aliases = Aliases(program.graph)
         written = {m for n in program.graph.nodes for t in mutated(n) for m in aliases.members(t)}
         prefix = tap_prefix(self.name, editor.number)
-        for site in plan.sites:
+        for site in plan.sites or ():
             found = _value(values, site.detail)
+            assert not isinstance(found, str)  # the plan skips what is no single tensor
             node = found.read(editor) if isinstance(found, Boundary) else found
             editor.tap(f"{prefix}.{site.address}", _chosen(editor, node, site.detail, node in written))
 
@@ -182,7 +185,9 @@ def _value(values: Values, detail: dict[str, Any]) -> fx.Node | Boundary | str:
     """The value a site means, or why it is no single tensor."""
     name, side = detail["name"], detail["side"]
     if detail["of"] == "stream":
-        return values.boundaries(values.sites.stack(detail["stack"]))[name]
+        stack = values.sites.stack(detail["stack"])
+        assert stack is not None  # the plan is of this graph
+        return values.boundaries(stack)[name]
     if detail["of"] == "branch":
         return values.of_branch(*values.branches()[name], side)
     return values.of_module(values.modules[name], side)
@@ -191,8 +196,14 @@ def _value(values: Values, detail: dict[str, Any]) -> fx.Node | Boundary | str:
 def _dimensions(found: fx.Node | Boundary) -> tuple[str, ...]:
     """Symbolic shape of what the tap will be; of several streams that of one."""
     if isinstance(found, Boundary):
-        return shape(found.node)[int(found.carrier.kind != "plain") :]
-    return shape(found)
+        return _shape(found.node)[int(found.carrier.kind != "plain") :]
+    return _shape(found)
+
+
+def _shape(node: fx.Node) -> tuple[str, ...]:
+    found = shape(node)
+    assert found is not None, f"{node} holds no tensor"
+    return found
 
 
 def _units_misfit(found: fx.Node | Boundary, detail: dict[str, Any]) -> str | None:
@@ -210,7 +221,7 @@ def _last_misfit(program: Program, found: fx.Node | Boundary, detail: dict[str, 
     if program.signature.tokens is None:
         return "the model takes no tokens, so nothing has a last position"
     placeholders = program.graph.find_nodes(op="placeholder")
-    tokens, own = shape(placeholders[names.index(program.signature.tokens)]), _dimensions(found)
+    tokens, own = _shape(placeholders[names.index(program.signature.tokens)]), _dimensions(found)
     if len(own) < 3 or own[:2] != tokens[:2]:
         return f"the value is {list(own)}, not [batch, position, ...]".replace("'", "")
     return None
@@ -224,15 +235,17 @@ def _chosen(editor: Editor, node: fx.Node, detail: dict[str, Any], in_place: boo
     *_, first = editor.graph.find_nodes(op="placeholder")
     operands = [node]
     if units is not None:
-        index = torch.tensor(units, dtype=torch.int64, device=value(node).device)
+        device = node.meta["val"].device
+        index = torch.tensor(units, dtype=torch.int64, device=device)
         operands.append(editor.constant("units", index))
     with editor.after(max([first, *operands]), role=OBSERVE):
-        return editor.inline(_part(detail["last"], len(operands) > 1), *operands)
+        part: fx.Node = editor.inline(_part(detail["last"], len(operands) > 1), *operands)
+        return part
 
 
 def _part(last: bool, some: bool) -> Any:
     def part(x: torch.Tensor, units: torch.Tensor | None = None) -> torch.Tensor:
         x = x[:, -1:] if last else x
-        return x.index_select(-1, units) if some else x.clone()
+        return x.index_select(-1, units) if some and units is not None else x.clone()
 
     return part

@@ -26,6 +26,9 @@ from .values import exactly
 Batches = Sequence[list[torch.Tensor]]
 """Flat inputs, one list a call."""
 
+Chosen = tuple[str, int, float]
+"""A unit that goes through the second pass: its tap, its column there, and d."""
+
 
 @dataclass
 class Separation:
@@ -83,6 +86,34 @@ def separation(
         UsageError: no taps, too few calls, an option out of range, or a part without one of the two kinds of positions.
     """
     count, skip = whole(count, "count", 1), whole(skip, "skip", 0)
+    cut, known = _question(batches, before, where, share)
+    data = _Data(program, batches, known, where, skip)
+    differences = _differences(data, range(cut))
+    chosen = _in_front(differences, max(64, 10 * count))
+    fit = _Part("fit", *data.gather(range(cut), chosen))
+    held_out = _Part("held-out", *data.gather(range(cut, len(batches)), chosen))
+    positions = {"fit": fit.counts(), "held_out": held_out.counts()}
+    above = auroc(fit.values, fit.event) >= 0.5
+    fit, held_out = fit.turned(above), held_out.turned(above)
+    areas, limits = auroc(fit.values, fit.event), best_threshold(fit.values, fit.event)
+    areas_later = auroc(held_out.values, held_out.event)
+    units = []
+    for i in areas.argsort(descending=True, stable=True)[:count].tolist():
+        tap, column, d = chosen[i]
+        about, limit = data.taps[tap], limits[i]
+        number = column if about["units"] is None else about["units"][column]
+        threshold = float(limit if above[i] else -limit)
+        seen, later = fit.figures(i, limit, areas[i]), held_out.figures(i, limit, areas_later[i])
+        units.append(Unit(about["site"], number, threshold, bool(above[i]), d, seen, later))
+    compared = sum(d.numel() for d in differences.values())
+    sites = {u.site for u in units}
+    return Separation(units, compared, positions, {a["site"]: a for a in data.taps.values() if a["site"] in sites})
+
+
+def _question(
+    batches: Batches, before: Collection[int] | None, where: Sequence[torch.Tensor] | None, share: float
+) -> tuple[int, frozenset[int]]:
+    """The number of calls that units are chosen on, and the token ids that tell the event, if they do."""
     if not 0 < share <= 1:
         raise UsageError(f"share={share} of the calls", where="share", hint="between 0 and 1")
     if (before is None) == (where is None):
@@ -93,44 +124,24 @@ def separation(
                          hint="give at least two calls")  # fmt: skip
     if where is not None and len(where) != len(batches):
         raise UsageError(f"{len(where)} masks for {len(batches)} calls", where="where")
-    known = frozenset(token_ids(before, "before") if before is not None else ())
-    data = _Data(program, batches, known, where, skip)
+    return cut, frozenset(token_ids(before, "before") if before is not None else ())
+
+
+def _differences(data: _Data, calls: range) -> dict[str, torch.Tensor]:
+    """d of every unit of every tap."""
     moments: dict[str, _Moments] = {}
-    for values, event in data.read(range(cut)):
+    for values, event in data.read(calls):
         for tap, x in values.items():
             moments.setdefault(tap, _Moments(x.shape[-1])).add(x, event)
-    differences = {tap: m.difference() for tap, m in moments.items()}
-    compared = sum(d.numel() for d in differences.values())
+    return {tap: m.difference() for tap, m in moments.items()}
+
+
+def _in_front(differences: dict[str, torch.Tensor], count: int) -> list[Chosen]:
+    """The units with the largest differences, either way."""
     ranked = sorted(
         ((abs(d), tap, unit, d) for tap, ds in differences.items() for unit, d in enumerate(ds.tolist())), reverse=True
     )
-    chosen = [(tap, unit, d) for _, tap, unit, d in ranked[: max(64, 10 * count)]]
-    x, event = data.gather(range(cut), chosen)
-    y, later = data.gather(range(cut, len(batches)), chosen)
-    positions = {"fit": _counts(event, "fit"), "held_out": _counts(later, "held-out")}
-    above = auroc(x, event) >= 0.5
-    x, y = (torch.where(above, v, -v) for v in (x, y))  # from here on more is nearer to the event
-    areas, limits = auroc(x, event), best_threshold(x, event)
-    areas_later = auroc(y, later)
-    order = areas.argsort(descending=True, stable=True)[:count].tolist()
-    units = []
-    for i in order:
-        tap, column, d = chosen[i]
-        about, limit = data.taps[tap], limits[i]
-        number = column if about["units"] is None else about["units"][column]
-        units.append(
-            Unit(
-                about["site"],
-                number,
-                float(limit if above[i] else -limit),
-                bool(above[i]),
-                d,
-                _figures(x[:, i], event, limit, areas[i]),
-                _figures(y[:, i], later, limit, areas_later[i]),
-            )  # fmt: skip
-        )
-    sites = {u.site for u in units}
-    return Separation(units, compared, positions, {a["site"]: a for a in data.taps.values() if a["site"] in sites})
+    return [(tap, unit, d) for _, tap, unit, d in ranked[:count]]
 
 
 def auroc(x: torch.Tensor, event: torch.Tensor) -> torch.Tensor:
@@ -250,7 +261,7 @@ class _Data:
         kept[:, :-1] &= real[:, 1:]
         return kept, event
 
-    def gather(self, calls: range, chosen: list[tuple[str, int, float]]) -> tuple[torch.Tensor, torch.Tensor]:
+    def gather(self, calls: range, chosen: list[Chosen]) -> tuple[torch.Tensor, torch.Tensor]:
         """The chosen units side by side, ``[N, K]`` in float64, and the event ``[N]``."""
         columns, events = [], []
         for values, event in self.read(calls):
@@ -259,21 +270,34 @@ class _Data:
         return torch.cat(columns), torch.cat(events)
 
 
-def _counts(event: torch.Tensor, part: str) -> list[int]:
-    found = [int(event.sum()), int((~event).sum())]
-    if not all(found):
-        raise UsageError(f"of {event.numel()} {part} positions {found[0]} have the event", where="batches",
-                         hint="give more text, or another event")  # fmt: skip
-    return found
+@dataclass
+class _Part:
+    """The chosen units at the positions of some of the calls: ``[N, K]``, and the event ``[N]``."""
 
+    name: str
+    values: torch.Tensor
+    event: torch.Tensor
 
-def _figures(x: torch.Tensor, event: torch.Tensor, limit: torch.Tensor, area: torch.Tensor) -> dict[str, float]:
-    beyond = x >= limit
-    return {
-        "auroc": float(area),
-        "hits": float(beyond[event].double().mean()),
-        "false_alarms": float(beyond[~event].double().mean()),
-    }
+    def counts(self) -> list[int]:
+        """Positions with the event, and without."""
+        found = [int(self.event.sum()), int((~self.event).sum())]
+        if not all(found):
+            raise UsageError(f"of {self.event.numel()} {self.name} positions {found[0]} have the event",
+                             where="batches", hint="give more text, or another event")  # fmt: skip
+        return found
+
+    def turned(self, above: torch.Tensor) -> _Part:
+        """Units with their sign changed where less is nearer to the event, so that more is."""
+        return _Part(self.name, torch.where(above, self.values, -self.values), self.event)
+
+    def figures(self, unit: int, limit: torch.Tensor, area: torch.Tensor) -> dict[str, float]:
+        """How well one unit tells the event from this limit on."""
+        beyond = self.values[:, unit] >= limit
+        return {
+            "auroc": float(area),
+            "hits": float(beyond[self.event].double().mean()),
+            "false_alarms": float(beyond[~self.event].double().mean()),
+        }
 
 
 def _observer(about: dict[str, Any], units: list[int]) -> str:

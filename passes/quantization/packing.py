@@ -74,7 +74,8 @@ def unpack(packed: torch.Tensor, bits: int, count: int, constants: Sequence[torc
     """
     if bits == 8:
         return packed.to(torch.float32)
-    result, start = None, 0
+    result: torch.Tensor | None = None
+    start = 0
     for width, masks, factors in zip(parts(bits), constants[::2], constants[1::2], strict=True):
         size = ceil(count * width / 8)
         plane = packed.narrow(-1, start, size) if size != packed.shape[-1] else packed
@@ -82,4 +83,5 @@ def unpack(packed: torch.Tensor, bits: int, count: int, constants: Sequence[torc
         levels = levels.narrow(-1, 0, count) if size * 8 // width != count else levels
         result = levels if result is None else result + levels
         start += size
+    assert result is not None  # every width has parts
     return result

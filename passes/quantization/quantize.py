@@ -75,6 +75,7 @@ class Quantize(Pass):
             PlanError: a chosen weight holds NaN or Inf.
         """
         plan = self.new_plan(sites=[])
+        assert plan.sites is not None
         selection = select(program, self.target, USUAL)
         if not selection.chosen:
             plan.skips.append(Skip("model", Reason.NOT_SELECTED, "no weight inside a residual branch; give target"))
@@ -91,8 +92,13 @@ class Quantize(Pass):
                 plan.skips.append(Skip(name, Reason.UNSUPPORTED, f"would not get smaller: {detail}"))
                 continue
             options = {"bits": self.bits, "group": self.group, "symmetric": self.symmetric}
-            detail = {**options, "kind": uses[0].kind, "shape": list(layout.shape), "columns": list(layout.columns)}
-            plan.sites.append(Site(name, "weight", detail))
+            about: dict[str, Any] = {
+                **options,
+                "kind": uses[0].kind,
+                "shape": list(layout.shape),
+                "columns": list(layout.columns),
+            }
+            plan.sites.append(Site(name, "weight", about))
             others = [n for n in uses[0].names if n != name]
             if others:
                 plan.notes.append(f"{name} is tied to {', '.join(others)}: quantized together")
@@ -147,9 +153,9 @@ def dequantised(program: Program) -> dict[str, torch.Tensor]:
     """
     fake_mode_of(program)
     dtypes = {
-        (tag.get("pass"), tag.get("site")): value(node).dtype
+        (tag.get("pass"), tag.get("site")): held.dtype
         for node in program.graph.nodes
-        if (tag := hcx_tag(node)) and value(node) is not None
+        if (tag := hcx_tag(node)) and (held := value(node)) is not None
     }
     found: dict[str, torch.Tensor] = {}
     for number, entry in enumerate(runs_of(program.history, Quantize.name)):
@@ -192,29 +198,32 @@ def _estimate(program: Program, plan: PassPlan) -> dict[str, Any]:
     }
 
 
-def _split(layout: Layout, tensors: tuple) -> tuple:
+def _split(layout: Layout, tensors: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
     """Codes, scales, zero points or None, and constants."""
     return (*tensors[:2], None, tensors[2:]) if layout.symmetric else (*tensors[:3], tensors[3:])
 
 
 @cache
-def _weight(layout: Layout, dtype: torch.dtype) -> Callable:
+def _weight(layout: Layout, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
     return lambda *tensors: dequantise(layout, dtype, *_split(layout, tensors))
 
 
 @cache
-def _rows(layout: Layout, dtype: torch.dtype) -> Callable:
+def _rows(layout: Layout, dtype: torch.dtype) -> Callable[..., torch.Tensor]:
     """Only the rows that indices ask for."""
 
     def rows(ids: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
-        *parts, constants = _split(layout, tensors)
-        taken = [None if p is None else torch.nn.functional.embedding(ids, p) for p in parts]
-        return dequantise_rows(layout, *taken, constants).to(dtype)
+        codes, scales, zeros, constants = _split(layout, tensors)
+        codes, scales = (torch.nn.functional.embedding(ids, p) for p in (codes, scales))
+        zeros = None if zeros is None else torch.nn.functional.embedding(ids, zeros)
+        return dequantise_rows(layout, codes, scales, zeros, constants).to(dtype)
 
     return rows
 
 
-def _replace(program: Program, editor: Editor, name: str, uses: list[WeightUse], layout: Layout, constants) -> None:
+def _replace(
+    program: Program, editor: Editor, name: str, uses: list[WeightUse], layout: Layout, constants: list[fx.Node]
+) -> None:
     """Redirect everything that reads a parameter, under any of its names, and drop it."""
     weight, names = program.read(name), uses[0].names
     finite(name, weight, _SPREADS)

@@ -110,7 +110,11 @@ def _stored(scales: torch.Tensor) -> torch.Tensor:
 
 
 def dequantise_rows(
-    layout: Layout, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, constants: Sequence
+    layout: Layout,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    constants: Sequence[torch.Tensor],
 ) -> torch.Tensor:
     """``(q - z) s`` of packed rows with any leading dimensions: float32 ``[..., count]``.
 
@@ -123,11 +127,18 @@ def dequantise_rows(
         offsets = levels - 2.0 ** (layout.bits - 1)
     else:
         offsets = levels - unpack(zeros, layout.bits, layout.groups, constants).unsqueeze(-1)
-    rows = (offsets * scales.to(torch.float32).unsqueeze(-1)).flatten(-2)
+    rows: torch.Tensor = (offsets * scales.to(torch.float32).unsqueeze(-1)).flatten(-2)
     return rows if rows.shape[-1] == layout.count else rows.narrow(-1, 0, layout.count)
 
 
-def dequantise(layout: Layout, dtype: torch.dtype, codes, scales, zeros, constants: Sequence) -> torch.Tensor:
+def dequantise(
+    layout: Layout,
+    dtype: torch.dtype,
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    constants: Sequence[torch.Tensor],
+) -> torch.Tensor:
     """The weight that packed codes stand for, contiguous, in its own shape and dtype; see :func:`dequantise_rows`."""
     weight = dequantise_rows(layout, codes, scales, zeros, constants)
     weight = weight.reshape([layout.shape[i] for i in layout.order])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 
 import torch
-import torch.nn.functional as F  # noqa: N812 the name that everybody gives it
+import torch.nn.functional as F
 from hcx.rewrite.ir.program import Program
 from hcx.rewrite.pipeline.passbase import Pass
 

@@ -16,7 +16,7 @@ from hcx.rewrite.pipeline.contracts import Exact, Structural, to_json
 
 from .costs import exit_costs
 from .rules import for_agreement, for_budget, learn_then_test
-from .trials import Batches, measure
+from .trials import Batches, Trials, measure
 
 CONFIDENCE = 0.95
 """Of a risk, where none is given."""
@@ -85,16 +85,7 @@ def calibrate(
             ``rule=max``.
     """
     targets = {k: v for k, v in {"budget": budget, "agreement": agreement, "risk": risk}.items() if v is not None}
-    if len(targets) != 1:
-        raise UsageError("give one target", where="calibrate", hint="one of budget, agreement and risk")
-    for name in ("agreement", "risk"):
-        if name in targets and not 0 < targets[name] < 1:
-            raise UsageError(f"{name} is a share, not {targets[name]:g}", where=name, hint=f"0 < {name} < 1")
-    if confidence is not None and risk is None:
-        raise UsageError("confidence belongs to a risk", where="confidence", hint="with risk=..., or leave it out")
-    confidence = CONFIDENCE if confidence is None else confidence
-    if not 0 < confidence < 1:
-        raise UsageError(f"confidence is a share, not {confidence:g}", where="confidence", hint="0 < confidence < 1")
+    confidence = _checked(targets, confidence)
     exits = applied(program)
     if exits.rule == "max":
         raise UsageError("rule=max computes every exit and the model, so thresholds save nothing", where="calibrate",
@@ -102,15 +93,7 @@ def calibrate(
     mine, theirs = labels if labels is not None else (None, None)
     seen = measure(exits, batches, skip=skip, labels=mine, blank=blank)
     other = measure(exits, held_out, skip=skip, labels=theirs, blank=blank)
-    note = ""
-    if budget is not None:
-        thresholds = for_budget(seen, budget, method)
-    elif agreement is not None:
-        thresholds = for_agreement(seen, agreement, method)
-    else:
-        thresholds, p = learn_then_test(seen, risk, confidence, method)
-        passed = f"p = {p:.2g} for the last thresholds that passed" if p < 1 else "no thresholds passed"
-        note = f"{passed}, confidence {confidence:g}; nominal within one text"
+    thresholds, note = _chosen(seen, targets, confidence, method)
     if all(t == NEVER for t in thresholds) and budget != exits.depth:
         note += ("; " if note else "") + "no exit can leave within the target"
     costs = exit_costs(exits, batches[0])
@@ -123,6 +106,34 @@ def calibrate(
     new = set_thresholds(program, dict(zip(exits.places, thresholds, strict=True)))
     applied(new).entry["calibration"] = report.to_json()
     return new, report
+
+
+def _checked(targets: dict[str, float], confidence: float | None) -> float:
+    """The confidence, of one target that can be asked for."""
+    if len(targets) != 1:
+        raise UsageError("give one target", where="calibrate", hint="one of budget, agreement and risk")
+    for name in ("agreement", "risk"):
+        if name in targets and not 0 < targets[name] < 1:
+            raise UsageError(f"{name} is a share, not {targets[name]:g}", where=name, hint=f"0 < {name} < 1")
+    if confidence is not None and "risk" not in targets:
+        raise UsageError("confidence belongs to a risk", where="confidence", hint="with risk=..., or leave it out")
+    confidence = CONFIDENCE if confidence is None else confidence
+    if not 0 < confidence < 1:
+        raise UsageError(f"confidence is a share, not {confidence:g}", where="confidence", hint="0 < confidence < 1")
+    return confidence
+
+
+def _chosen(
+    seen: Trials, targets: dict[str, float], confidence: float, method: Literal["eero", "quantile"]
+) -> tuple[list[float], str]:
+    """Thresholds for the target, and what to know about them."""
+    if "budget" in targets:
+        return for_budget(seen, targets["budget"], method), ""
+    if "agreement" in targets:
+        return for_agreement(seen, targets["agreement"], method), ""
+    thresholds, p = learn_then_test(seen, targets["risk"], confidence, method)
+    passed = f"p = {p:.2g} for the last thresholds that passed" if p < 1 else "no thresholds passed"
+    return thresholds, f"{passed}, confidence {confidence:g}; nominal within one text"
 
 
 def set_thresholds(program: Program, thresholds: dict[Place, float]) -> Program:

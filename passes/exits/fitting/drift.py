@@ -11,15 +11,16 @@ Source: Shen and Zou 2026, arXiv 2604.18396; docs/sources.md, river.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 from hcx.passes.exits.applied import applied
 from hcx.passes.exits.insert.inserted import NEVER
 from hcx.passes.exits.insert.scores import cosine
+from hcx.passes.exits.insert.traced import sizes
 from hcx.passes.exits.run.split import layout_of
 from hcx.rewrite.errors import UsageError
-from hcx.rewrite.ir.dataflow import shape
 from hcx.rewrite.ir.program import Program
 from hcx.rewrite.run.reading import reader
 
@@ -64,8 +65,8 @@ def drift(program: Program, batches: Batches, *, skip: int = 0) -> Drift:
     applied(program)
     layout = layout_of(program)
     nodes = {n.name: n for n in layout.graph.nodes}
-    wanted = shape(nodes[layout.answer[0]])[:-1]
-    if other := [b for b in layout.boundaries if shape(nodes[b])[:-1] != wanted]:
+    wanted = sizes(nodes[layout.answer[0]])[:-1]
+    if other := [b for b in layout.boundaries if sizes(nodes[b])[:-1] != wanted]:
         raise UsageError(
             f"the stream at `{other[0]}` has no vector for each position of the answer", where=program.signature.model
         )
@@ -73,7 +74,7 @@ def drift(program: Program, batches: Batches, *, skip: int = 0) -> Drift:
     total, positions = torch.zeros(len(layout.boundaries) - 1, dtype=torch.float64), 0
     for flat in batches:
         streams = [kept(s, skip) for s in read(program.signature.complete(flat))]
-        turned = [cosine(one, other).double() for one, other in zip(streams, streams[1:], strict=False)]
+        turned = [cosine(one, other).double() for one, other in pairwise(streams)]
         total += torch.stack([t.sum() for t in turned])
         positions += turned[0].numel()
     if not positions:

@@ -79,18 +79,8 @@ def fit(
     if not 0 <= ridge < math.inf:
         raise UsageError(f"ridge={ridge:g} is no penalty", where="ridge", hint="finite and at least 0, e.g. 1e-3")
     exits = applied(program)
-    if labels is not None and exits.per == "sequence":
-        raise UsageError("labels of sequences do not say what each position is", where="labels",
-                         hint="fit to the model's own answers, or train with hcx.passes.exits.fitting.losses.ctc")  # fmt: skip
-    kinds = {d["head"] for d in exits.details}
+    notes = _to_fit(exits, labels is not None)
     score, candidates = exits.details[0]["score"], exits.details[0].get("candidates")
-    notes = [f"head={h} is trained through its taps, not here" for h in sorted(kinds & {"norm", "mlp", "block"})]
-    if not kinds & {"affine", "classifier"} and score not in GATES and candidates is None:
-        raise UsageError(
-            f"exits with head={'/'.join(sorted(kinds))} and score={score} have nothing to fit in closed form",
-            where="exits",
-            hint="use head=affine or a learned score; see docs/training.md for the other heads",
-        )
     cut = max(1, round(share * len(batches)))
     if cut >= len(batches):
         raise UsageError("heads and gates need inputs of their own", where="batches", hint="give at least two calls")
@@ -108,15 +98,26 @@ def fit(
         own = _gates(applied(new), after, rest, score, skip)
         values |= own
         new = with_values(new, own)
-    report = Fit(
-        sorted(values),
-        {"heads": positions, "gates": len(after) if score in GATES else 0},
-        _by_place(after),
-        _by_place(before),
-        notes,
-    )
+    counts = {"heads": positions, "gates": len(after) if score in GATES else 0}
+    report = Fit(sorted(values), counts, _by_place(after), _by_place(before), notes)
     applied(new).entry["fit"] = report.to_json()
     return new, report
+
+
+def _to_fit(exits: Applied, labelled: bool) -> list[str]:
+    """Notes on what is not fitted here; refused where nothing is."""
+    if labelled and exits.per == "sequence":
+        raise UsageError("labels of sequences do not say what each position is", where="labels",
+                         hint="fit to the model's own answers, or train with hcx.passes.exits.fitting.losses.ctc")  # fmt: skip
+    kinds = {d["head"] for d in exits.details}
+    score, candidates = exits.details[0]["score"], exits.details[0].get("candidates")
+    if not kinds & {"affine", "classifier"} and score not in GATES and candidates is None:
+        raise UsageError(
+            f"exits with head={'/'.join(sorted(kinds))} and score={score} have nothing to fit in closed form",
+            where="exits",
+            hint="use head=affine or a learned score; see docs/training.md for the other heads",
+        )
+    return [f"head={h} is trained through its taps, not here" for h in sorted(kinds & {"norm", "mlp", "block"})]
 
 
 def _by_place(trials: Trials) -> dict[str, float]:

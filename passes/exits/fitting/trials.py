@@ -14,6 +14,7 @@ from hcx.passes.exits.insert.sequences import choose
 from hcx.rewrite.errors import UsageError
 from hcx.rewrite.ir.program import Program, copy_graph
 from hcx.rewrite.run.reading import reader
+from torch import fx
 
 from .costs import Costs
 from .hypotheses import IGNORE, spelled
@@ -124,28 +125,18 @@ def measure(
         raise UsageError(f"skip={skip}: sequences are taken whole", where="skip", hint="leave it out with per=sequence")
     if blank is not None and not whole:
         raise UsageError(f"blank={blank}: positions are compared one by one", where="blank", hint="per=sequence")
-    graph = copy_graph(exits.graph)
-    nodes = {n.name: n for n in graph.nodes}
-    classes = int(nodes[exits.answer].meta["val"].shape[-1])
-    if blank is not None and not 0 <= blank < classes:
-        raise UsageError(f"blank={blank} is no class of {classes}", where="blank", hint=f"0 to {classes - 1}")
-    names = []
-    with graph.inserting_before(graph.output_node()):
-        for name in (*exits.logits, exits.answer):
-            names.append(graph.call_function(torch.ops.aten.argmax.default, (nodes[name], -1)).name)
+    graph, answers_at = _with_answers(exits, blank)
     own, valid = ([n] if n is not None else [] for n in (exits.own_score, exits.valid))
-    read = reader(exits.program, graph, [*exits.scores, *own, *names, *valid])
-    count, scores, answers = len(exits.places) + len(own), [], []
-    numbers: dict[tuple[int, ...], int] = {}  # of different hypotheses
-
-    def numbered(classes: torch.Tensor, keep: torch.Tensor | None, blank: int | None = None) -> torch.Tensor:
-        return torch.tensor([numbers.setdefault(s, len(numbers)) for s in spelled(classes, keep, blank)])
-
+    read = reader(exits.program, graph, [*exits.scores, *own, *answers_at, *valid])
+    count = len(exits.places) + len(own)
+    scores: list[torch.Tensor] = []
+    answers: list[torch.Tensor] = []
+    hypotheses = _Hypotheses()
     for flat in batches:
         values = read(exits.program.signature.complete(flat))
-        said, keep = values[count : count + len(names)], values[-1] if valid else None
+        said, keep = values[count : count + len(answers_at)], values[-1] if valid else None
         if whole:
-            said = [numbered(v, keep, blank) for v in said]
+            said = [hypotheses.numbered(v, keep, blank) for v in said]
         figures = [kept(v, skip).reshape(-1) for v in (*values[:count], *said)]
         scores.append(torch.stack(figures[:count]).float())
         answers.append(torch.stack(figures[count:]))
@@ -153,12 +144,39 @@ def measure(
         raise UsageError("there is nothing to measure on", where="batches", hint="give at least one call's inputs")
     truth = None
     if labels is not None:
-        truth = torch.cat([numbered(t, t != IGNORE) if whole else kept(t, skip).reshape(-1) for t in labels])
+        truth = torch.cat([hypotheses.numbered(t, t != IGNORE) if whole else kept(t, skip).reshape(-1) for t in labels])
     every = torch.cat(scores, 1)
     return Trials(
         exits.places, exits.depth, every[: len(exits.places)], torch.cat(answers, 1), truth, exits.before,
-        exits.rule, every[-1] if own else None, list(numbers) if whole else None,
+        exits.rule, every[-1] if own else None, list(hypotheses.numbers) if whole else None,
     )  # fmt: skip
+
+
+def _with_answers(exits: Applied, blank: int | None) -> tuple[fx.Graph, list[str]]:
+    """A graph with the most likely class at each exit and of the model, and the names of these."""
+    graph = copy_graph(exits.graph)
+    nodes = {n.name: n for n in graph.nodes}
+    classes = int(nodes[exits.answer].meta["val"].shape[-1])
+    if blank is not None and not 0 <= blank < classes:
+        raise UsageError(f"blank={blank} is no class of {classes}", where="blank", hint=f"0 to {classes - 1}")
+    with graph.inserting_before(graph.output_node()):
+        names = [
+            graph.call_function(torch.ops.aten.argmax.default, (nodes[name], -1)).name
+            for name in (*exits.logits, exits.answer)
+        ]
+    return graph, names
+
+
+class _Hypotheses:
+    """Numbers of different sequences, in the order in which they are met."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[tuple[int, ...], int] = {}
+
+    def numbered(self, classes: torch.Tensor, keep: torch.Tensor | None, blank: int | None = None) -> torch.Tensor:
+        """The number of each row, ``[B]``."""
+        numbers = self.numbers
+        return torch.tensor([numbers.setdefault(s, len(numbers)) for s in spelled(classes, keep, blank)])
 
 
 def kept(value: torch.Tensor, skip: int) -> torch.Tensor:

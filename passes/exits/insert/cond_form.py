@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -28,11 +29,13 @@ from hcx.rewrite.sites.finder import cache_nodes
 from hcx.rewrite.sites.views import Stack
 from torch import fx
 
+from .places import Place
 from .roles import HOLD, PROPAGATE, SELECT, SKIP
 from .selection import depth_of, select
+from .traced import results, traced
 
 
-def refusal(program: Program, stack: Stack, answer: fx.Node, places: Sequence[int], kv: str | None) -> Skip | None:
+def refusal(program: Program, stack: Stack, answer: fx.Node, places: Sequence[Place], kv: str | None) -> Skip | None:
     """Why blocks of this stack cannot be skipped, or None."""
     if any(isinstance(k, str) for k in places):
         return Skip(stack.label, Reason.UNSUPPORTED, "branches skip blocks behind the last pass of a loop, not within")
@@ -48,14 +51,12 @@ def refusal(program: Program, stack: Stack, answer: fx.Node, places: Sequence[in
     if kv is not None and not stored and (where := _reshaped(stack, first)):
         return Skip(stack.label, Reason.UNSUPPORTED,
                     f"kv=propagate holds the stream, whose shape changes behind block {where}: leave kv out, there is no cache")  # fmt: skip
-    others = [o for o in program.graph.output_node().args[0] if o is not answer and o not in stored and o not in caches]
+    others = [o for o in results(program.graph) if o is not answer and o not in stored and o not in caches]
     for output in others:
-        if isinstance(output, fx.Node) and flow.reaches(nodes[first], output) and not flow.reaches(answer, output):
-            if "taps" not in _purpose(program, output):
-                return Skip(
-                    stack.label, Reason.LEAK, f"the output `{output.name}` needs the blocks that would be skipped"
-                )
-    taps = dict(zip(program.graph.output_node().args[0][len(program.output_names) :], program.taps, strict=True))
+        needed = isinstance(output, fx.Node) and flow.reaches(nodes[first], output) and not flow.reaches(answer, output)
+        if needed and "taps" not in _purpose(program, output):
+            return Skip(stack.label, Reason.LEAK, f"the output `{output.name}` needs the blocks that would be skipped")
+    taps = dict(zip(results(program.graph)[len(program.output_names) :], program.taps, strict=True))
     for segment in _segments(stack, places):
         start, end = nodes[segment.start], nodes[segment.end] if segment.end < len(nodes) else answer
         inside = _between(flow, start, [end, *stored])
@@ -75,17 +76,17 @@ def refusal(program: Program, stack: Stack, answer: fx.Node, places: Sequence[in
 def _reshaped(stack: Stack, first: int) -> int | None:
     """Number of blocks before the first change of the stream's shape behind a boundary, but at the end."""
     held = stack.boundaries[first:-1]
-    return next((b.index for a, b in zip(held, held[1:], strict=False) if shape(a.node) != shape(b.node)), None)
+    return next((b.index for a, b in pairwise(held) if shape(a.node) != shape(b.node)), None)
 
 
 def _purpose(program: Program, output: fx.Node) -> str:
-    flat = program.graph.output_node().args[0]
+    flat = results(program.graph)
     return "taps" if output not in flat[: len(program.output_names)] else "output"
 
 
 def _stored(program: Program) -> list[fx.Node]:
     """Outputs that are the cache after this call."""
-    flat = program.graph.output_node().args[0]
+    flat = results(program.graph)
     return [n for n, name in zip(flat, program.output_names, strict=False) if name.startswith("present.")]
 
 
@@ -150,7 +151,7 @@ def insert(
     program: Program,
     stack: Stack,
     editor: Editor,
-    entries: Sequence,
+    entries: Sequence[Any],
     answer: fx.Node,
     readers: set[fx.Node],
     *,
@@ -190,7 +191,7 @@ def nobody(fire: torch.Tensor) -> torch.Tensor:
     return ~fire.any()
 
 
-def _asked_heads(program: Program, stack: Stack, editor: Editor, entries: Sequence, answer: fx.Node) -> None:
+def _asked_heads(program: Program, stack: Stack, editor: Editor, entries: Sequence[Any], answer: fx.Node) -> None:
     """Run the head of an exit only where somebody leaves there, when its score does not need it: a probe then costs next
     to nothing where nobody leaves."""
     flow = Dataflow(program.graph)
@@ -202,7 +203,7 @@ def _asked_heads(program: Program, stack: Stack, editor: Editor, entries: Sequen
         known = set(program.graph.nodes)
         with editor.after(max(entry.logits, entry.fire), role=SKIP):
             quiet = editor.inline(nobody, entry.fire)
-            val = value(entry.logits)
+            val = traced(entry.logits)
             sizes = [editor.size(s) for s in val.shape]
             unasked = editor.call(torch.ops.aten.full.default, sizes, float("nan"), dtype=val.dtype, device=val.device)
         made = {n for n in program.graph.nodes if n not in known and n.op == "call_function"}
@@ -220,7 +221,7 @@ def _makers(node: fx.Node) -> set[fx.Node]:
     return found
 
 
-def _decide(stack: Stack, editor: Editor, entries: Sequence) -> list[_Step]:
+def _decide(stack: Stack, editor: Editor, entries: Sequence[Any]) -> list[_Step]:
     steps: list[_Step] = []
     for entry in entries:
         with editor.after(max(entry.fire, entry.logits, *([steps[-1].done] if steps else [])), role=SELECT):
@@ -308,8 +309,8 @@ def _ancestors(flow: Dataflow, ends: list[fx.Node]) -> set[fx.Node]:
 
 def _stand_in(editor: Editor, stream: fx.Node, later: fx.Node) -> fx.Node:
     """What a branch that skips returns as the stream: nobody reads it, but it has the later one's shape."""
-    if shape(stream) == shape(later) and value(stream).dtype == value(later).dtype:
+    if shape(stream) == shape(later) and traced(stream).dtype == traced(later).dtype:
         return stream
-    val = value(later)
+    val = traced(later)
     sizes = [editor.size(s) for s in val.shape]
     return editor.call(torch.ops.aten.zeros.default, sizes, dtype=val.dtype, device=val.device)

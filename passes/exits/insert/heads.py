@@ -11,6 +11,8 @@ from hcx.rewrite.edit.editor import Editor
 from hcx.rewrite.ir.dataflow import value
 from torch import fx
 
+from .traced import traced
+
 HEADS = ("shared", "norm", "own", "affine", "mlp", "block", "classifier")
 
 
@@ -36,7 +38,7 @@ def classify_each(stream: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
 
 def features(node: fx.Node) -> int:
     """Feature width of a stream: dimension 1 of images, the last one otherwise."""
-    val = value(node)
+    val = traced(node)
     return int(val.shape[1] if val.dim() >= 4 else val.shape[-1])
 
 
@@ -45,7 +47,8 @@ def affine_view(editor: Editor, site: str, stream: fx.Node) -> fx.Node:
     width, val = features(stream), value(stream)
     weight = editor.parameter(f"{site}.weight", torch.eye(width, dtype=val.dtype, device=val.device))
     bias = editor.parameter(f"{site}.bias", torch.zeros(width, dtype=val.dtype, device=val.device))
-    return editor.inline(translate, stream, weight, bias)
+    made: fx.Node = editor.inline(translate, stream, weight, bias)
+    return made
 
 
 def classifier(editor: Editor, site: str, stream: fx.Node, classes: int, *, each: bool = False) -> fx.Node:
@@ -57,4 +60,5 @@ def classifier(editor: Editor, site: str, stream: fx.Node, classes: int, *, each
     width, val = features(stream), value(stream)
     weight = editor.parameter(f"{site}.weight", torch.zeros(classes, width, dtype=val.dtype, device=val.device))
     bias = editor.parameter(f"{site}.bias", torch.zeros(classes, dtype=val.dtype, device=val.device))
-    return editor.inline(classify_each if each else classify, stream, weight, bias)
+    made: fx.Node = editor.inline(classify_each if each else classify, stream, weight, bias)
+    return made

@@ -18,6 +18,7 @@ from hcx.rewrite.sites.views import Stack
 from torch import fx
 
 from .roles import HEAD
+from .traced import results, traced
 
 OWN_CACHE = "keeps keys and values of its own, which a step that leaves earlier or skips it would owe"
 """Why ``head=block`` of a model with a cache is only for the select form as a whole."""
@@ -138,7 +139,7 @@ def copied_view(editor: Editor, program: Program, site: str, part: Part, stream:
     mapping = {part.entry: stream}
     mapping |= own_copies(editor, program, site, part.loop.nodes, lambda t: True)
     mapping |= editor.add_cache_slots(part.loop.caches)
-    outputs = set(program.graph.output_node().args[0])
+    outputs = set(results(program.graph))
     for node in part.loop.nodes:  # the stream as its readers take it
         mapping |= {o: stream for o in node.all_input_nodes if o is not stream and resolve(o) is part.entry}
     editor.clone(part.loop.nodes, mapping, role=HEAD)
@@ -159,7 +160,7 @@ def restricted_readout(
     """
     flow = Dataflow(program.graph)
     head = _head_of(flow, readout)
-    rows = editor.buffer("candidates", torch.arange(count, device=value(head).device))
+    rows = editor.buffer("candidates", torch.arange(count, device=traced(head).device))
     mapping = dict(mapping)
     for operand in head.args[1:3]:
         if isinstance(operand, fx.Node):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from hcx.rewrite.edit.editor import Editor
@@ -17,6 +18,7 @@ from .heads import affine_view, classifier, features, pooled
 from .heads_copied import copied_view, last_part, norm_parameters, own_copies, restricted_readout
 from .roles import HEAD, SELECT
 from .scores import CHAINED, FROM_LOGITS, READ_TWICE, cosine, patience, patience_start
+from .traced import results, traced
 
 NEVER = math.inf
 
@@ -45,7 +47,7 @@ class Inserted:
         program: Program,
         stack: Stack,
         answer: fx.Node,
-        detail: dict,
+        detail: dict[str, Any],
         earlier: Inserted | None,
         count: int,
         valid: tuple[fx.Node, bool] | None = None,
@@ -66,9 +68,9 @@ class Inserted:
             self._predict(program, stack, stream, end, answer, detail)
             threshold = NEVER if detail["threshold"] is None else detail["threshold"]
             limit = editor.buffer(
-                f"{self.site}.threshold", torch.full((1,), threshold, dtype=torch.float32, device=value(stream).device)
+                f"{self.site}.threshold", torch.full((1,), threshold, dtype=torch.float32, device=traced(stream).device)
             )
-            self.score = self._scored(detail["score"], stream, before, value(answer).dim() - 1)
+            self.score = self._scored(detail["score"], stream, before, traced(answer).dim() - 1)
             if detail.get("per") == "sequence":
                 self._average(valid)
             self.fire = editor.inline(fires, self.score, limit)
@@ -84,13 +86,13 @@ class Inserted:
         self.score = self.editor.inline(sequences.averaged, self.score, self.valid)
 
     def _predict(
-        self, program: Program, stack: Stack, stream: fx.Node, end: fx.Node, answer: fx.Node, detail: dict
+        self, program: Program, stack: Stack, stream: fx.Node, end: fx.Node, answer: fx.Node, detail: dict[str, Any]
     ) -> None:
         editor, head = self.editor, detail["head"]
         self.view = stream
         if head == "classifier":
-            each = value(answer).dim() > 2
-            self.logits = self.scored = classifier(editor, self.site, stream, int(value(answer).shape[-1]), each=each)
+            each = traced(answer).dim() > 2
+            self.logits = self.scored = classifier(editor, self.site, stream, int(traced(answer).shape[-1]), each=each)
             return
         if head == "affine":
             self.view = affine_view(editor, self.site, stream)
@@ -114,39 +116,51 @@ class Inserted:
     def _scored(self, name: str, stream: fx.Node, before: fx.Node | None, dims: int) -> fx.Node:
         """Insert the score; a stream with more positions than the answer is pooled first."""
         editor, earlier = self.editor, self.earlier
+        made: fx.Node
         if name in FROM_LOGITS:
-            return editor.inline(FROM_LOGITS[name], self.scored)
+            made = editor.inline(FROM_LOGITS[name], self.scored)
+            return made
         if name == "patience":
             if earlier is None:
-                return editor.inline(patience_start, self.scored)
-            return editor.inline(patience, earlier.scored, self.scored, earlier.score)
+                made = editor.inline(patience_start, self.scored)
+                return made
+            made = editor.inline(patience, earlier.scored, self.scored, earlier.score)
+            return made
         if name == "jei":
-            before_here, entry = [], earlier
+            before_here: list[fx.Node] = []
+            entry = earlier
             while entry is not None:
                 before_here.insert(0, entry.score)
                 entry = entry.earlier
-            return editor.inline(gates.jei, self.scored, *self._gate(4, math.log(1 / self.count)), *before_here)
-        if value(stream).dim() - 1 > dims:
+            made = editor.inline(gates.jei, self.scored, *self._gate(4, math.log(1 / self.count)), *before_here)
+            return made
+        if traced(stream).dim() - 1 > dims:
             stream = editor.inline(pooled, stream)
             before = editor.inline(pooled, before) if before is not None else None
         if name == "cosine":
-            return editor.inline(cosine, before, stream)
+            assert before is not None  # it is read twice
+            made = editor.inline(cosine, before, stream)
+            return made
         if name == "palbert":
-            share = editor.inline(gates.deep, stream, before, *self._layers(features(stream)))
-            return share if earlier is None else editor.inline(gates.joined, share, earlier.score)
+            assert before is not None
+            share: fx.Node = editor.inline(gates.deep, stream, before, *self._layers(features(stream)))
+            made = share if earlier is None else editor.inline(gates.joined, share, earlier.score)
+            return made
         parameters = self._gate(features(stream), 0.0 if name == "probe" else math.log(1 / self.count))
         if name == "probe" or earlier is None:
-            return editor.inline(gates.probe, stream, *parameters)
-        return editor.inline(gates.cumulated, stream, *parameters, earlier.score)
+            made = editor.inline(gates.probe, stream, *parameters)
+            return made
+        made = editor.inline(gates.cumulated, stream, *parameters, earlier.score)
+        return made
 
     def _layers(self, width: int) -> list[fx.Node]:
         """PALBERT's layers, the same at all exits, in float32."""
-        device, layers = value(self.logits).device, gates.start(width, math.log(1 / self.count))
+        device, layers = traced(self.logits).device, gates.start(width, math.log(1 / self.count))
         return [self.editor.parameter(f"gate.{n}", t.to(device)) for n, t in layers.items()]
 
     def _gate(self, width: int, bias: float) -> tuple[fx.Node, fx.Node]:
         """Float32 weights of a gate; a bias of ``-ln K`` lets K gates in a row all keep a share to decide about."""
-        device = value(self.logits).device
+        device = traced(self.logits).device
         return (
             self.editor.parameter(f"{self.site}.gate.weight", torch.zeros(1, width, device=device)),
             self.editor.parameter(f"{self.site}.gate.bias", torch.full((1,), bias, device=device)),
@@ -160,7 +174,7 @@ def answer_of(graph: fx.Graph, outputs: int, stack: Stack) -> fx.Node | None:
         outputs: how many of the graph's results are outputs; taps come behind them.
     """
     flow, end = Dataflow(graph), stack.boundaries[-1].node
-    for node in graph.output_node().args[0][:outputs]:
+    for node in results(graph)[:outputs]:
         val = value(node)
         if val is None or not val.is_floating_point() or val.dim() < 2 or not flow.reaches(end, node):
             continue
@@ -184,7 +198,7 @@ def is_selection(node: fx.Node) -> bool:
     return (
         op_name(node) == "where"
         and has_role(node, "exits", SELECT)
-        and value(node).is_floating_point()  # the depth that a tap reports is selected as well
+        and traced(node).is_floating_point()  # the depth that a tap reports is selected as well
     )
 
 

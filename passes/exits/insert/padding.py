@@ -17,6 +17,8 @@ from hcx.rewrite.run.pieces import is_size
 from hcx.rewrite.run.reading import reader
 from torch import fx
 
+from .traced import sizes
+
 CLEAR = 10.0
 """Positions that are left out move the others so many times less than the other way round."""
 
@@ -68,7 +70,7 @@ def find_valid(program: Program, answer: fx.Node, notes: list[str] | None = None
         the value and whether it is 0 where positions count; None where no input says what counts, so that all positions
         do; or why it is not known.
     """
-    rows = shape(answer)[:-1]
+    rows = sizes(answer)[:-1]
     if len(rows) < 2:
         return None
     placeholders = [n for n in program.graph.nodes if n.op == "placeholder"]

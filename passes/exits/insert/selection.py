@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
-from hcx.rewrite.ir.dataflow import shape
 from hcx.rewrite.ir.program import Program
 from hcx.rewrite.ir.tags import hcx_tag
 from hcx.rewrite.sites.views import Boundary, Stack
 from torch import fx
 
 from .roles import HEAD, SELECT
+from .traced import sizes
 
 
 def select(fire: torch.Tensor, early: torch.Tensor, late: torch.Tensor) -> torch.Tensor:
@@ -19,14 +19,14 @@ def select(fire: torch.Tensor, early: torch.Tensor, late: torch.Tensor) -> torch
 
 def stream_shape(boundary: Boundary) -> tuple[str, ...]:
     """Shape of the plain stream at a boundary; one that carries several streams has one more dimension in front."""
-    return shape(boundary.node)[int(boundary.carrier.kind != "plain") :]
+    return sizes(boundary.node)[int(boundary.carrier.kind != "plain") :]
 
 
 def selects_answer(stack: Stack, answer: fx.Node, head: str) -> bool:
     """Whether early and late meet at the answer, not on the stream: logits of a classifier or behind a norm of their
     own have no way on through the model, and a stream in another order than its answer (time first, several rows a
     token) has no row for each score."""
-    rows, scores = stream_shape(stack.boundaries[-1]), shape(answer)[:-1]
+    rows, scores = stream_shape(stack.boundaries[-1]), sizes(answer)[:-1]
     return head in ("classifier", "norm", "own") or rows[: len(scores)] != scores
 
 

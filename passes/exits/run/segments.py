@@ -11,8 +11,9 @@ import contextlib
 import torch
 from hcx.passes.exits.applied import applied
 from hcx.passes.exits.insert.heads_copied import OWN_CACHE
+from hcx.passes.exits.insert.traced import traced
 from hcx.rewrite.errors import UsageError
-from hcx.rewrite.ir.dataflow import Dataflow, op_name, value
+from hcx.rewrite.ir.dataflow import Dataflow, op_name
 from hcx.rewrite.ir.program import Program
 from hcx.rewrite.ir.signature import CACHE, Fill, InputSpec
 from hcx.rewrite.run.flops import counter
@@ -217,7 +218,7 @@ def weight_bytes(program: Program) -> int:
         if node.op != "get_attr":
             continue
         chosen = [u for u in node.users if op_name(u) == "index_select" and u.args[0] is node]
-        rows += sum(value(u).numel() * value(u).element_size() for u in chosen)
+        rows += sum(traced(u).numel() * traced(u).element_size() for u in chosen)
         if not all(u in chosen or (op_name(u) == "embedding" and u.args[0] is node) for u in node.users):
             tensor = program.tensor(node.target)
             found[id(tensor)] = tensor.nbytes

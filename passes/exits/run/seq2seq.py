@@ -16,6 +16,7 @@ import torch
 from hcx.passes.exits.applied import NAME, Applied, applied, never_leaving, without_taps
 from hcx.passes.exits.insert.inserted import NEVER, answer_of
 from hcx.passes.exits.insert.sequences import RULES, choose
+from hcx.passes.exits.insert.traced import traced
 from hcx.rewrite.errors import UsageError
 from hcx.rewrite.ir.dataflow import Dataflow, value
 from hcx.rewrite.ir.history import runs_of
@@ -109,7 +110,7 @@ class EncoderExits:
         found = sites.stack(stack) if stack is not None else next(iter(sites.stacks), None)
         self.places = sorted(set(at or ()))
         if found is None or not self.places or not all(0 < k < found.depth for k in self.places):
-            raise UsageError(f"no exits at {list(at or ())} in stack {stack or found and found.label}", where="at",
+            raise UsageError(f"no exits at {list(at or ())} in stack {stack or (found and found.label)}", where="at",
                              hint="at=[...] with 0 < at < depth; stacks: " + ", ".join(s.label for s in sites.stacks))  # fmt: skip
         if exits is not None and exits.details[0]["stack"] != found.label:
             exits = None  # of another stack, and so is what their numbers say
@@ -120,7 +121,7 @@ class EncoderExits:
         self.depth = found.depth
         answer = answer_of(plain, len(program.output_names), found)
         reads = _memory(program, plain, found.boundaries[-1].node, answer)
-        self.classes = int(value(answer).shape[-1])
+        self.classes = int(traced(answer).shape[-1])
         self._cut(program, graph, exits, [found.boundary(k).node.name for k in self.places],
                   found.boundaries[-1].node.name, reads, answer.name)  # fmt: skip
 
@@ -300,7 +301,7 @@ def _memory(program: Program, graph: fx.Graph, end: fx.Node, answer: fx.Node | N
     flow = Dataflow(graph)
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     others = [n for n in placeholders if answer is not None and flow.reaches(n, answer) and not flow.reaches(n, end)]
-    tokens = [n for n in others if value(n) is not None and not value(n).is_floating_point()]
+    tokens = [n for n in others if value(n) is not None and not traced(n).is_floating_point()]
     if not tokens:
         raise UsageError("no decoder with tokens of its own reads this stack", where=program.signature.model,
                          hint="stack=LABEL of the encoder of an encoder-decoder; see exits{per=sequence} for CTC")  # fmt: skip

@@ -11,6 +11,7 @@ Source: docs/sources.md, ddl.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -50,7 +51,8 @@ class DDL(Mixer):
 
         def late(view: fx.Node, update: fx.Node) -> fx.Node:
             tensors = (site.streams, view, update, rho, strength, weight, bias)
-            return site.editor.inline(_write_at(site.options.eps), *tensors)
+            written: fx.Node = site.editor.inline(_write_at(site.options.eps), *tensors)
+            return written
 
         return Coefficients(read, rho, late=late)
 
@@ -62,9 +64,9 @@ class DDL(Mixer):
 
 
 @cache
-def _write_at(eps: float):
-    def write(streams, view, update, rho, strength, weight, bias):
-        return delta_write(streams, view, update, rho, strength, weight, bias, eps=eps)
+def _write_at(eps: float) -> Callable[..., torch.Tensor]:
+    def write(streams: torch.Tensor, view: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        return delta_write(streams, view, *rest, eps=eps)
 
     return write
 

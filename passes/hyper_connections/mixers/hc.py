@@ -5,6 +5,7 @@ Source: Zhu et al. 2024, arXiv 2409.19606; docs/sources.md, hc.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -45,7 +46,7 @@ class HC(Mixer):
 
 
 @cache
-def _dynamic_at(eps: float):
+def _dynamic_at(eps: float) -> Callable[..., tuple[torch.Tensor, ...]]:
     return partial(dynamic, eps=eps)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -26,11 +27,11 @@ class JPMHC(Mixer):
 
     def starts_at_identity(self, options: Any) -> bool:
         """With the Cayley transform of zero logits."""
-        return options.manifold == "cayley"
+        return bool(options.manifold == "cayley")
 
     def rows_sum_to_one(self, options: Any) -> bool:
         """Rotations do not keep sums."""
-        return options.manifold != "cayley"
+        return bool(options.manifold != "cayley")
 
     def insert(self, site: Site) -> Coefficients:
         """The fused projection, its bias and the layer norm."""
@@ -69,10 +70,12 @@ class JPMHC(Mixer):
 
 
 @cache
-def normed_head(n: int):
+def normed_head(n: int) -> Callable[..., torch.Tensor]:
     """``phi LayerNorm(vec X) + bias``: ``[n, ..., C] -> [k n^2, ...]``."""
 
-    def head(streams, norm, shift, weight, bias):
+    def head(
+        streams: torch.Tensor, norm: torch.Tensor, shift: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor
+    ) -> torch.Tensor:
         rows = streams.to(weight.dtype).movedim(0, -2).flatten(-2)
         rows = torch.nn.functional.layer_norm(rows, [rows.shape[-1]], norm, shift)
         return torch.nn.functional.linear(rows, weight, bias).movedim(-1, 0)
@@ -81,7 +84,7 @@ def normed_head(n: int):
 
 
 @cache
-def routing(n: int):
+def routing(n: int) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
     """Reads and writes of both softmaxes, ``[n, ...]`` each."""
 
     def route(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,7 +95,7 @@ def routing(n: int):
 
 
 @cache
-def mix_logits(n: int):
+def mix_logits(n: int) -> Callable[..., torch.Tensor]:
     """The third matrix."""
 
     def third(logits: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ Source: docs/sources.md, shc.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -59,10 +60,10 @@ class SHC(Head):
         return super().inert(parts, init)
 
 
-_PARTS: dict = {}
+_PARTS: dict[tuple[int, int, str], Callable[..., torch.Tensor]] = {}
 
 
-def _part(start: int, count: int):
+def _part(start: int, count: int) -> Callable[..., torch.Tensor]:
     """``a l + c`` of ``count`` mix logits from ``start`` on; one function object a choice, which the editor caches by."""
 
     def part(logits: torch.Tensor, gate: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -72,7 +73,7 @@ def _part(start: int, count: int):
     return _PARTS.setdefault((start, count, "part"), part)
 
 
-def _angles(start: int, count: int):
+def _angles(start: int, count: int) -> Callable[..., torch.Tensor]:
     """``scale * tanh(a l + c)``: bounded entries of a skew matrix."""
 
     def angles(logits: torch.Tensor, gate: torch.Tensor, bias: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
