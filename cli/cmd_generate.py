@@ -69,11 +69,9 @@ def generate(
         raise UsageError("an .onnx file is one piece", where="--kv" if kv else "--speculate",
                          hint="give the .hcx, or export the pieces of hcx.passes.exits.run.split")  # fmt: skip
     decoder = _onnx(model, tokenizer, source, progress) if is_onnx else _program(model, tokenizer, source, progress)
-    words = _tokenizer(decoder)
-    ids = _encoded(words, prompt)
+    ids = _encoded(words := _tokenizer(decoder), prompt)
     progress(f"generating {tokens} tokens")
-    start = time.perf_counter()
-    stop = getattr(words, "eos_token_id", None)
+    start, stop = time.perf_counter(), getattr(words, "eos_token_id", None)
     told: dict[str, Any] = {}
     if kv or speculate:
         all_ids, told = _in_pieces(decoder, ids, tokens, stop, kv, speculate, at, river)
