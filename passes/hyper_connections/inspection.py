@@ -115,7 +115,9 @@ def inspect_mixers(program: Program, inputs: list[torch.Tensor] | None = None, *
 
 def _reads_input(write: fx.Node) -> bool:
     """Whether a write's coefficients vary by position: one more dimension than static ones."""
-    return write.args[-1].meta["val"].dim() > 1
+    weights = write.args[-1]
+    assert isinstance(weights, fx.Node)
+    return bool(weights.meta["val"].dim() > 1)
 
 
 def _stack(label: str, n: int, sites: list[SiteFigures], mixes: list[torch.Tensor], draws: int) -> StackFigures:
@@ -141,7 +143,8 @@ class _Measure(fx.Interpreter):
 
     def __init__(self, program: Program, wanted: dict[str, tuple[SiteFigures, str]]):
         super().__init__(program.tree, graph=copy_graph(program.graph))
-        self.wanted, self.mixes = wanted, {}
+        self.wanted = wanted
+        self.mixes: dict[int, torch.Tensor] = {}
 
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
@@ -154,7 +157,7 @@ class _Measure(fx.Interpreter):
                 self._write(n, site, values, result)
         return result
 
-    def _write(self, node: fx.Node, site: SiteFigures, values: tuple, result: torch.Tensor) -> None:
+    def _write(self, node: fx.Node, site: SiteFigures, values: tuple[Any, ...], result: torch.Tensor) -> None:
         n, dynamic = result.shape[0], op_name(node) in WRITES - {"stream_add"}
         mix = values[2].double() if dynamic else torch.eye(n, dtype=torch.float64, device=result.device)
         mix = mix.reshape(n, n, -1).movedim(-1, 0)

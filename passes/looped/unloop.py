@@ -137,10 +137,10 @@ def _separate(program: Program, editor: Editor, mark: Mark) -> None:
 
     def of(node: fx.Node, iteration: int) -> fx.Node:
         if (iteration, node) not in own:
-            own[iteration, node] = made(node, iteration)
+            own[iteration, node] = anew(node, iteration)
         return own[iteration, node]
 
-    def made(node: fx.Node, iteration: int) -> fx.Node:
+    def anew(node: fx.Node, iteration: int) -> fx.Node:
         if node.op == "get_attr":
             values = parameters.get(str(node.target))
             return node if values is None else editor.parameter(f"{node.target}~{iteration}", values.detach().clone())
