@@ -11,6 +11,7 @@ from hcx.rewrite.ir.fork import fork
 from hcx.rewrite.ir.history import Entry, runs_of, tensor_prefix
 from hcx.rewrite.ir.program import Program, copy_graph
 from hcx.rewrite.ir.tags import REDUCE, hcx_tag
+from hcx.rewrite.ir.traced import results
 from hcx.rewrite.ir.values import fake_mode_of
 from hcx.rewrite.pipeline.passbase import tap_prefix
 from hcx.rewrite.sites.finder import cache_nodes, find_in_graph
@@ -20,7 +21,6 @@ from torch import fx
 from .insert.inserted import answer_of, is_selection
 from .insert.places import Place, blocks_before, boundary, position, tensor_part
 from .insert.scores import READ_TWICE
-from .insert.traced import results
 
 NAME = "exits"
 

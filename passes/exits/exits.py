@@ -14,6 +14,7 @@ from hcx.rewrite.edit.editor import Editor
 from hcx.rewrite.errors import UsageError
 from hcx.rewrite.ir.dataflow import shape
 from hcx.rewrite.ir.program import Program
+from hcx.rewrite.ir.traced import sizes, traced
 from hcx.rewrite.pipeline.contracts import Contract, Exact, Structural
 from hcx.rewrite.pipeline.passbase import Pass, tap_prefix
 from hcx.rewrite.pipeline.plan import PassPlan, Reason, Site, Skip
@@ -30,7 +31,6 @@ from .insert.roles import HEAD, SELECT
 from .insert.scores import CHEAP, FOR_SEQUENCES, FROM_LOGITS, SCORES
 from .insert.selection import depth_of, readers_of, select, selects_answer, stream_shape
 from .insert.sequences import RULES, averaged, is_surest, surest
-from .insert.traced import sizes, traced
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from hcx.rewrite.errors import UsageError
 from hcx.rewrite.ir.dataflow import shape
 from hcx.rewrite.ir.program import Program
 from hcx.rewrite.ir.tags import MIX
+from hcx.rewrite.ir.traced import traced
 from hcx.rewrite.pipeline.contracts import Contract, Exact, Structural
 from hcx.rewrite.pipeline.passbase import Pass
 from hcx.rewrite.pipeline.plan import PassPlan, Reason, Site, Skip
@@ -27,7 +28,6 @@ from . import restart, runtime, sweep
 from .forms import NAMES, Form, form, is_neutral
 from .marks import close
 from .readouts import add_readouts
-from .traced import traced
 from .uses import outside_notes, shared_uses
 from .window import Jump, after_norm, default_window, grows, measured_jumps, run_windows, sink_notes
 

@@ -14,12 +14,12 @@ from hcx.rewrite.edit.editor import Editor
 from hcx.rewrite.ir.dataflow import Dataflow
 from hcx.rewrite.ir.graphs import sort_graph
 from hcx.rewrite.ir.program import Program
+from hcx.rewrite.ir.traced import results, traced
 from hcx.rewrite.pipeline.passbase import tap_prefix
 from hcx.rewrite.sites.views import Stack
 from torch import fx
 
 from .roles import HEAD
-from .traced import results, traced
 from .window import after_norm
 
 

@@ -7,12 +7,12 @@ from math import ceil
 
 from hcx.rewrite.ir.dataflow import Dataflow, shape
 from hcx.rewrite.ir.program import Program
+from hcx.rewrite.ir.traced import results, traced
 from hcx.rewrite.run.inputs import check_inputs
 from hcx.rewrite.run.reading import sink_jumps, stream_rms
 from hcx.rewrite.sites.views import Stack
 from torch import fx
 
-from .traced import results, traced
 from .uses import period_of
 
 

@@ -14,6 +14,7 @@ from hcx.rewrite.edit.editor import Editor
 from hcx.rewrite.errors import UsageError
 from hcx.rewrite.ir.dataflow import Dataflow, is_identity, op_name, resolve, value
 from hcx.rewrite.ir.program import Program
+from hcx.rewrite.ir.traced import traced
 from hcx.rewrite.pipeline.contracts import Contract, Exact, Structural
 from hcx.rewrite.pipeline.passbase import Pass
 from hcx.rewrite.pipeline.plan import PassPlan, Reason, Site, Skip
@@ -24,7 +25,6 @@ from torch import fx
 
 from .equations import gated_layer_norm, precise
 from .roles import CARRY, HEAD_SCALE, NORM
-from .traced import traced
 
 ATTENTION = ("attn", "cross-attn")
 PRODUCTS = {"linear": 0, "addmm": 1, "matmul": 0, "mm": 0}

@@ -14,6 +14,7 @@ from hcx.rewrite.edit.editor import Editor
 from hcx.rewrite.errors import UsageError
 from hcx.rewrite.ir.dataflow import op_name, resolve, value
 from hcx.rewrite.ir.program import Program
+from hcx.rewrite.ir.traced import traced
 from hcx.rewrite.ir.values import fake_mode_of
 from hcx.rewrite.pipeline.contracts import Contract, Exact, Rounding
 from hcx.rewrite.pipeline.passbase import Pass
@@ -23,7 +24,6 @@ from hcx.rewrite.sites.weights import WeightUse, find_weights
 from torch import fx
 
 from .roles import SCALE
-from .traced import traced
 
 MATRICES = ("linear", "addmm", "matmul")
 NORMS = ("layer_norm", "native_layer_norm", "rms_norm")

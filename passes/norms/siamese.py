@@ -19,6 +19,7 @@ from hcx.rewrite.edit.editor import Editor
 from hcx.rewrite.ir.dataflow import Dataflow, op_name, resolve, results_of, settle, shape, value
 from hcx.rewrite.ir.program import Program
 from hcx.rewrite.ir.tags import MIX, hcx_tag
+from hcx.rewrite.ir.traced import traced
 from hcx.rewrite.pipeline.contracts import Contract, Exact
 from hcx.rewrite.pipeline.passbase import Pass
 from hcx.rewrite.pipeline.plan import PassPlan, Reason, Site, Skip
@@ -28,7 +29,6 @@ from torch import fx
 
 from .equations import advanced, joined, precise, rms_normed
 from .roles import JOIN, NORM
-from .traced import traced
 
 NORMS = {"layer_norm", "native_layer_norm", "rms_norm", "rsqrt"}
 

@@ -18,10 +18,10 @@ import torch
 from hcx.passes.exits.applied import applied
 from hcx.passes.exits.insert.inserted import NEVER
 from hcx.passes.exits.insert.scores import cosine
-from hcx.passes.exits.insert.traced import sizes
 from hcx.passes.exits.run.split import layout_of
 from hcx.rewrite.errors import UsageError
 from hcx.rewrite.ir.program import Program
+from hcx.rewrite.ir.traced import sizes
 from hcx.rewrite.run.reading import reader
 
 from .calibrate import set_thresholds

@@ -24,6 +24,7 @@ from hcx.rewrite.edit.regions import Region
 from hcx.rewrite.ir.dataflow import Dataflow, private, shape, value
 from hcx.rewrite.ir.graphs import sort_graph
 from hcx.rewrite.ir.program import Program
+from hcx.rewrite.ir.traced import results, traced
 from hcx.rewrite.pipeline.plan import Reason, Skip
 from hcx.rewrite.sites.finder import cache_nodes
 from hcx.rewrite.sites.views import Stack
@@ -32,7 +33,6 @@ from torch import fx
 from .places import Place
 from .roles import HOLD, PROPAGATE, SELECT, SKIP
 from .selection import depth_of, select
-from .traced import results, traced
 
 
 def refusal(program: Program, stack: Stack, answer: fx.Node, places: Sequence[Place], kv: str | None) -> Skip | None:

@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 from hcx.rewrite.edit.editor import Editor
 from hcx.rewrite.ir.dataflow import value
+from hcx.rewrite.ir.traced import traced
 from torch import fx
-
-from .traced import traced
 
 HEADS = ("shared", "norm", "own", "affine", "mlp", "block", "classifier")
 

@@ -12,13 +12,13 @@ import torch
 from hcx.rewrite.edit.editor import Editor
 from hcx.rewrite.ir.dataflow import Dataflow, op_name, resolve, value
 from hcx.rewrite.ir.program import Program
+from hcx.rewrite.ir.traced import results, traced
 from hcx.rewrite.sites.finder import cache_nodes
 from hcx.rewrite.sites.spans import Span, span_of
 from hcx.rewrite.sites.views import Stack
 from torch import fx
 
 from .roles import HEAD
-from .traced import results, traced
 
 OWN_CACHE = "keeps keys and values of its own, which a step that leaves earlier or skips it would owe"
 """Why ``head=block`` of a model with a cache is only for the select form as a whole."""

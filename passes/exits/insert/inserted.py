@@ -10,6 +10,7 @@ from hcx.rewrite.edit.editor import Editor
 from hcx.rewrite.ir.dataflow import Dataflow, op_name, value
 from hcx.rewrite.ir.program import Program
 from hcx.rewrite.ir.tags import has_role, hcx_tag, set_tag
+from hcx.rewrite.ir.traced import results, traced
 from hcx.rewrite.sites.views import Stack
 from torch import fx
 
@@ -18,7 +19,6 @@ from .heads import affine_view, classifier, features, pooled
 from .heads_copied import copied_view, last_part, norm_parameters, own_copies, restricted_readout
 from .roles import HEAD, SELECT
 from .scores import CHAINED, FROM_LOGITS, READ_TWICE, cosine, patience, patience_start
-from .traced import results, traced
 
 NEVER = math.inf
 

@@ -13,11 +13,10 @@ import torch
 from hcx.rewrite.ir.dataflow import Dataflow, op_name, shape, value
 from hcx.rewrite.ir.program import Program
 from hcx.rewrite.ir.signature import Fill, InputSpec
+from hcx.rewrite.ir.traced import sizes
 from hcx.rewrite.run.pieces import is_size
 from hcx.rewrite.run.reading import reader
 from torch import fx
-
-from .traced import sizes
 
 CLEAR = 10.0
 """Positions that are left out move the others so many times less than the other way round."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from hcx.rewrite.ir.program import Program
 from hcx.rewrite.ir.tags import hcx_tag
+from hcx.rewrite.ir.traced import sizes
 from hcx.rewrite.sites.views import Boundary, Stack
 from torch import fx
 
 from .roles import HEAD, SELECT
-from .traced import sizes
 
 
 def select(fire: torch.Tensor, early: torch.Tensor, late: torch.Tensor) -> torch.Tensor:

@@ -11,11 +11,11 @@ import contextlib
 import torch
 from hcx.passes.exits.applied import applied
 from hcx.passes.exits.insert.heads_copied import OWN_CACHE
-from hcx.passes.exits.insert.traced import traced
 from hcx.rewrite.errors import UsageError
 from hcx.rewrite.ir.dataflow import Dataflow, op_name
 from hcx.rewrite.ir.program import Program
 from hcx.rewrite.ir.signature import CACHE, Fill, InputSpec
+from hcx.rewrite.ir.traced import traced
 from hcx.rewrite.run.flops import counter
 from hcx.rewrite.run.pieces import cut
 from torch import fx

@@ -16,11 +16,11 @@ import torch
 from hcx.passes.exits.applied import NAME, Applied, applied, never_leaving, without_taps
 from hcx.passes.exits.insert.inserted import NEVER, answer_of
 from hcx.passes.exits.insert.sequences import RULES, choose
-from hcx.passes.exits.insert.traced import traced
 from hcx.rewrite.errors import UsageError
 from hcx.rewrite.ir.dataflow import Dataflow, value
 from hcx.rewrite.ir.history import runs_of
 from hcx.rewrite.ir.program import Program
+from hcx.rewrite.ir.traced import traced
 from hcx.rewrite.run.flops import counter
 from hcx.rewrite.run.pieces import cut, is_size
 from hcx.rewrite.sites.finder import cache_nodes, find_in_graph

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import cast
 
 import torch
-from hcx.rewrite.ir.dataflow import shape, value
 from torch import fx
+
+from .dataflow import shape, value
 
 
 def traced(node: object) -> torch.Tensor:
