@@ -75,7 +75,11 @@ def test_each_token_leaves_where_its_own_score_says(net, score, by_hand, request
         for place in (second, first):
             scores = by_hand(readings[place])
             depth[scores >= threshold] = place
-            assert max_diff(taps[f"exits.{place}.score"].double(), scores) <= 1e-5
+            rounding = max_diff(taps[f"exits.{place}.logits"], readings[place])  # of logits, other on each machine
+            assert rounding <= NEAR
+            # probabilities, and the margin of two, move by no more than the logits do; a sum of many in float32 rounds
+            summed = torch.finfo(torch.float32).eps * readings[place].shape[-1] ** 0.5
+            assert max_diff(taps[f"exits.{place}.score"].double(), scores) <= 1e-6 + rounding + summed
         assert torch.equal(taps["exits.depth"], depth)
         early = (depth < layers).double().mean().item()
         assert 0.1 <= early <= 0.9, "the threshold does not separate the tokens"
