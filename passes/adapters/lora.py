@@ -57,7 +57,7 @@ class Lora(Pass):
 
     name: ClassVar[str] = "lora"
 
-    rank: int = 8
+    rank: int = 8  # type: ignore[misc]  # an option here; `place()` stands in for the rank of the class
     alpha: float | None = None
     target: Literal["auto"] | tuple[str, ...] = "auto"
     init: Literal["kaiming", "gaussian"] = "kaiming"

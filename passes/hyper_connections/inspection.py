@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from hcx.rewrite.errors import UsageError
+from hcx.rewrite.ir.control import copy_graph
 from hcx.rewrite.ir.dataflow import WRITES, op_name
-from hcx.rewrite.ir.program import Program, copy_graph
+from hcx.rewrite.ir.program import Program
 from hcx.rewrite.sites.finder import find
 from hcx.rewrite.sites.views import Streams
 from torch import fx

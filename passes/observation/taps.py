@@ -10,6 +10,7 @@ from hcx.rewrite.errors import UsageError
 from hcx.rewrite.ir.dataflow import shape
 from hcx.rewrite.ir.history import runs_of
 from hcx.rewrite.ir.program import Program
+from hcx.rewrite.ir.traced import results
 from hcx.rewrite.ir.values import fake_mode_of
 from hcx.rewrite.pipeline.passbase import tap_prefix
 
@@ -40,7 +41,7 @@ def widths(program: Program) -> dict[str, int]:
     fake_mode_of(program)  # a graph that was read from a file has no shapes yet
     names = [i.name for i in program.inputs]
     tokens = shape(program.graph.find_nodes(op="placeholder")[names.index(program.signature.tokens)])
-    nodes = program.graph.output_node().args[0][len(program.output_names) :]
+    nodes = results(program.graph)[len(program.output_names) :]
     found = {}
     for tap, about in observed(program).items():
         own = shape(nodes[program.taps.index(tap)]) or ()

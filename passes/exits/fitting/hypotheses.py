@@ -85,7 +85,7 @@ def error_rate(found: Sequence[Sequence[int]], truth: Sequence[Sequence[int]]) -
     return sum(map(distance, found, truth)) / max(1, sum(map(len, truth)))
 
 
-def distance(one: Sequence, other: Sequence) -> int:
+def distance(one: Sequence[object], other: Sequence[object]) -> int:
     """Levenshtein distance."""
     row = list(range(len(other) + 1))
     for number, a in enumerate(one, 1):

@@ -12,7 +12,8 @@ from hcx.passes.exits.applied import Applied, applied
 from hcx.passes.exits.insert.places import Place
 from hcx.passes.exits.insert.sequences import choose
 from hcx.rewrite.errors import UsageError
-from hcx.rewrite.ir.program import Program, copy_graph
+from hcx.rewrite.ir.control import copy_graph
+from hcx.rewrite.ir.program import Program
 from hcx.rewrite.run.reading import reader
 from torch import fx
 
@@ -197,4 +198,4 @@ def token_batches(program: Program, ids: torch.Tensor, length: int, rows: int = 
     if not count:
         raise UsageError(f"{len(ids)} tokens do not fill a window of {length}", where="text", hint="give a longer text")
     windows = ids[: count * length].reshape(count, length)
-    return [program.signature.by_name({name: part.contiguous()}) for part in windows.split(rows)]
+    return [program.signature.by_name({name: part.contiguous()}) for part in torch.split(windows, rows)]

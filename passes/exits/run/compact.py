@@ -10,6 +10,7 @@ Source: docs/sources.md, row-batches.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from hcx.passes.exits.insert.selection import select
@@ -62,7 +63,7 @@ class Compact:
     def _every(self) -> list[Piece]:
         return [p for p in (*self.pieces.segments, *self.pieces.scores, *self.pieces.heads) if p is not None]
 
-    def __call__(self, *args, **kwargs) -> Rows:
+    def __call__(self, *args: Any, **kwargs: Any) -> Rows:
         """Run with the model's own arguments."""
         flat = self.program.signature.bind(args, kwargs)
         known: Named = {s.name: t for s, t in zip(self.program.inputs, flat, strict=True)}

@@ -24,7 +24,7 @@ LIST = "pieces.json"
 """File that only folders written here have."""
 
 
-def save_pieces(program: Program, path: str | os.PathLike, *, overwrite: bool = False) -> dict[str, Any]:
+def save_pieces(program: Program, path: str | os.PathLike[str], *, overwrite: bool = False) -> dict[str, Any]:
     """Cut a Program at its exits (:func:`hcx.passes.exits.run.split`), and write each piece as a ``.hcx`` folder.
 
     The pieces are loaded again and run one after the other: they must give the outputs of the whole with nothing leaving,
@@ -50,7 +50,7 @@ def save_pieces(program: Program, path: str | os.PathLike, *, overwrite: bool = 
         raise UsageError(f"{target} exists and holds no pieces, so it is not replaced", where=str(target),
                          hint="choose another name")  # fmt: skip
     pieces, layout = split(program), layout_of(program)
-    description = {
+    description: dict[str, Any] = {
         "format": "hcx-pieces",
         "model": program.signature.model,
         "depth": layout.depth,

@@ -135,8 +135,9 @@ class Segments:
             name for p in programs for name in p.output_names if not name.startswith("present.")
         }
         pieces = {home: Piece(p, given) for home, p in zip(stages, programs, strict=True)}
-        self.segments, self.scores, self.heads, self.fills = (
-            [pieces.get((kind, i)) for i in range(len(layout.stored))] for kind in ("segment", "score", "head", "fill")
+        self.segments = [pieces["segment", i] for i in range(len(layout.stored))]
+        self.scores, self.heads, self.fills = (
+            [pieces.get((kind, i)) for i in range(len(layout.stored))] for kind in ("score", "head", "fill")
         )
         self.crossing = {n for p in self.segments for n in p.takes}
 
