@@ -71,8 +71,7 @@ def watched(clock: Clock) -> None:
     """Take model runs, comparisons and copies of weights out of the graph work."""
     import torch
     from hcx.passes.looped import window
-    from hcx.rewrite.host import optimiser as host
-    from hcx.rewrite.ir import program
+    from hcx.rewrite.ir import moving, program
     from hcx.rewrite.pipeline import contracts
     from hcx.rewrite.tracing import tracer
 
@@ -96,7 +95,7 @@ def watched(clock: Clock) -> None:
     clock.apart(torch.nn.Parameter, "__deepcopy__", "copying")
     clock.apart(torch.Tensor, "__deepcopy__", "copying")
     clock.apart(torch.nn.Module, "to", "copying")
-    clock.apart(host, "_widest", "copying")
+    clock.apart(moving, "_widest", "copying")
     clock.apart(torch, "equal", "comparing")
 
 
