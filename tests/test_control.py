@@ -16,7 +16,7 @@ from hcx.rewrite.ir.fingerprint import fingerprint
 from hcx.rewrite.ir.fork import fork
 from hcx.rewrite.ir.moving import move
 from hcx.rewrite.pipeline.walk import _tidy
-from torch import nn
+from torch import fx, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -319,3 +319,14 @@ def test_a_models_own_branches_are_traced(tmp_path):
         expected = (model.a(x) if x.sum() > 0 else x * 2) + 1
         with torch.no_grad():
             assert torch.equal(program(x), expected) and torch.equal(load(tmp_path / "own.hcx")(x), expected)
+
+
+def test_infinities_keep_their_signs_in_a_file():
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    values = (-float("inf"), float("inf"))
+    graph.output((graph.call_function(torch.ops.aten.clamp.default, (x, *values)),))
+    data = json.loads(json.dumps(graph_text.to_json(graph)))
+    again = graph_text.from_json(data, set())
+    (node,) = again.find_nodes(op="call_function", target=torch.ops.aten.clamp.default)
+    assert node.args[1:] == values
