@@ -333,9 +333,9 @@ def test_a_closed_pipe_is_no_error():
 KILLED = """
 import os, signal, sys
 from hcx.cli.main import main
-from hcx.rewrite import artefact
+from hcx.rewrite.store import saving
 
-artefact.replace_folder = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # everything is written, nothing renamed
+saving.replace_folder = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # everything is written, nothing renamed
 main(sys.argv[1:])
 """
 

@@ -45,7 +45,7 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Mamba2Config",
         "Mamba2ForCausalLM",
         {
-            "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 8, "head_dim": 8,
+            "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 3, "num_heads": 8, "head_dim": 8,
             "n_groups": 1, "state_size": 8, "chunk_size": 4, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
         },
     ),
